@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import streambp
 from streambp.attention import attend
-from streambp.device import allocator_count, counted_bytes, is_accelerator
+from streambp.device import allocator_bytes, allocator_count, is_accelerator
 from streambp.head import blocks
 from streambp.layer import gradients
 from streambp.planner.count import LiveBytes
@@ -145,7 +145,7 @@ def run_steps(
     if on_gpu:
         retries = allocator_count(device, "num_alloc_retries") - (retries or 0)
         peaks = (
-            counted_bytes(device, "peak") / GIB,
+            allocator_bytes(device, "peak") / GIB,
             torch.accelerator.max_memory_reserved(device) / GIB,
         )
     norm, problems = judged_gradients(model) if update is None else judged_weights(model)

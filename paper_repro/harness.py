@@ -39,7 +39,7 @@ from paper_repro.methods import Method, Unavailable
 from paper_repro.recipes import METHODS
 from paper_repro.rows import Deadline, add_minutes, first_line, run_child
 from paper_repro.shapes import build, make_batch
-from streambp.device import counted_bytes, is_accelerator, tells_memory
+from streambp.device import allocator_bytes, is_accelerator, reports_memory
 
 ROOT = Path(__file__).parents[1]
 
@@ -253,7 +253,7 @@ def measure(
 
     def forward() -> Tensor:
         nonlocal start
-        start = counted_bytes(model.device, "allocated") if tells_memory(model.device) else 0
+        start = allocator_bytes(model.device, "allocated") if reports_memory(model.device) else 0
         for _ in range(job.micro_batches - 1):
             with method.step(model):
                 loss = objective(method, model, ids, job.seed)
@@ -310,7 +310,7 @@ def told(model: PreTrainedModel, start: int) -> str:
     chunk = record.rows * min(record.chunk_size, record.tokens // record.rows)
     saved_bytes = record.needed if record.needed is not None else record.saved_bytes or 0.0
     need, waiting = peak_of(
-        policy.figures.need.by_layer(record.tokens, chunk, 0.0), saved_bytes, policy.layers
+        policy.figures.need.bytes_by_layer(record.tokens, chunk, 0.0), saved_bytes, policy.layers
     )
     parts = (
         f"{start / GIB:.3g} at the start, {need / GIB:.3g} of a step without saves, "

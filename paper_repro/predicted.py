@@ -20,7 +20,7 @@ from transformers import Qwen3Config
 
 from paper_repro.shapes import SHAPES
 from streambp.planner import Setting, plan
-from streambp.planner.plan import Memory, longest
+from streambp.planner.plan import Memory, longest_sequence
 from streambp.planner.profile import Method, Profile, peak
 
 GIB = 2**30
@@ -57,7 +57,7 @@ def main() -> None:
         columns = {"shape": shape, "trained": f"LoRA {lora}" if lora else "full"}
         budget = {**columns, "gpu_gib": gpu, "host_gib": args.host_gib}
         for method in profile.methods:
-            longest_plan = longest(profile, method, memory, BACKWARD_ONLY)
+            longest_plan = longest_sequence(profile, method, memory, BACKWARD_ONLY)
             lengths.append(
                 {
                     **budget,

@@ -20,13 +20,13 @@ RESULTS = ROOT / "paper_repro" / "results"
 PAGE = ROOT / "docs" / "explanation" / "benchmarks.md"
 PICTURE = ROOT / "docs" / "pictures" / "benchmarks.svg"
 
-ON_DEVICE = "streambp, all on the device"
-LEAN = "streambp, saves and offload"
-TRL = "TRL"
+DEVICE_METHOD = "streambp, all on the device"
+LEAN_METHOD = "streambp, saves and offload"
+TRL_METHOD = "TRL"
 METHODS = {
-    "streambp-default": ON_DEVICE,
-    "streambp-lean-liger": LEAN,
-    "trl-selective-liger": TRL,
+    "streambp-default": DEVICE_METHOD,
+    "streambp-lean-liger": LEAN_METHOD,
+    "trl-selective-liger": TRL_METHOD,
 }
 SETUPS = (  # columns `trained`, `shape` and `tokens` of the rows
     ("full", "Qwen3-8B", 2048),
@@ -37,7 +37,7 @@ SETUPS = (  # columns `trained`, `shape` and `tokens` of the rows
     ("LoRA", "Qwen3-8B", 131072),
     ("full AdamW", "Qwen3-4B", 4096),
 )
-COMPUTED = {  # method in predicted_longest.csv -> name here
+COMPUTED_METHODS = {  # method in predicted_longest.csv -> name here
     "plain": "no checkpointing",
     "checkpointing": "checkpointing",
     "checkpointing, fused head": "checkpointing, chunked head",
@@ -45,12 +45,12 @@ COMPUTED = {  # method in predicted_longest.csv -> name here
     "streambp offload, rest kept": "streambp, offload",
 }
 BUDGET = ("Qwen3-8B", "full", "79.0")
-MISSING = "not measured"
+MISSING_TEXT = "not measured"
 
-WIDTH = 720
-ROW = 26
-LABEL = 222  # columns of labels
-BAR = 330  # longest bar
+PICTURE_WIDTH = 720
+ROW_HEIGHT = 26
+LABEL_WIDTH = 222  # columns of labels
+MAX_BAR_WIDTH = 330  # longest bar
 STYLE = """
 svg { background: #ffffff; }
 text { font: 13px system-ui, sans-serif; fill: #1f2328; }
@@ -68,7 +68,7 @@ text { font: 13px system-ui, sans-serif; fill: #1f2328; }
 """
 
 
-class Measured(NamedTuple):
+class StepMeasurement(NamedTuple):
     """Seconds and peak memory of one step."""
 
     seconds: float
@@ -89,15 +89,15 @@ def rows(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def measured() -> dict[tuple[str, str, int, str], Measured]:
+def measured() -> dict[tuple[str, str, int, str], StepMeasurement]:
     """Return seconds and memory by training, shape, tokens and method."""
-    figures: dict[tuple[str, str, int, str], Measured] = {}
+    figures: dict[tuple[str, str, int, str], StepMeasurement] = {}
     for row in rows(RESULTS / "h100" / "timed.csv"):
         method = METHODS.get(row["method"])
         if method is None or row["status"] != "ok":
             continue
         key = (row["trained"], row["shape"], int(row["tokens"]), method)
-        figures.setdefault(key, Measured(float(row["seconds"]), float(row["peak_gib"])))
+        figures.setdefault(key, StepMeasurement(float(row["seconds"]), float(row["peak_gib"])))
     return figures
 
 
@@ -105,8 +105,10 @@ def longest() -> dict[str, int]:
     """Return the computed longest sequence of each method."""
     max_tokens = {}
     for row in rows(RESULTS / "predicted_longest.csv"):
-        if (row["shape"], row["trained"], row["gpu_gib"]) == BUDGET and row["method"] in COMPUTED:
-            max_tokens[COMPUTED[row["method"]]] = int(row["tokens"])
+        if (row["shape"], row["trained"], row["gpu_gib"]) == BUDGET and row[
+            "method"
+        ] in COMPUTED_METHODS:
+            max_tokens[COMPUTED_METHODS[row["method"]]] = int(row["tokens"])
     return max_tokens
 
 
@@ -127,18 +129,18 @@ def page() -> str:
         f"{first['versions']}.",
         "TRL has its chunked head, selective checkpointing and Liger's kernels; streambp has Liger's "
         "kernels too.",
-        f'"{LEAN}" is `saves=("attn_out",), offload="cpu"`; "{ON_DEVICE}" is '
+        f'"{LEAN_METHOD}" is `saves=("attn_out",), offload="cpu"`; "{DEVICE_METHOD}" is '
         '`offload="none"`. Rows: `paper_repro/results/h100/timed.csv`; '
         "[how they were measured](measurements.md#on-one-h100).",
         "",
-        f"| trained | model | tokens | {ON_DEVICE} | {LEAN} | {TRL} |",
+        f"| trained | model | tokens | {DEVICE_METHOD} | {LEAN_METHOD} | {TRL_METHOD} |",
         "|---|---|---|---|---|---|",
     ]
     for trained, shape, tokens in SETUPS:
         cells = [trained, shape, f"{tokens:,}"]
         for method in METHODS.values():
             row = figures.get((trained, shape, tokens, method))
-            cells.append(MISSING if row is None else f"{row.seconds:.2f} s, {row.gib:.1f} GiB")
+            cells.append(MISSING_TEXT if row is None else f"{row.seconds:.2f} s, {row.gib:.1f} GiB")
         lines.append(f"| {' | '.join(cells)} |")
     lines += [
         "",
@@ -173,15 +175,16 @@ def panel(title: str, note: str, bars: list[Bar], top: int) -> tuple[list[str], 
     y = top + 46
     for bar in bars:
         kind = "ours" if bar.label.startswith("streambp") else "theirs"
-        width = max(2.0, BAR * bar.value / max_value)
+        width = max(2.0, MAX_BAR_WIDTH * bar.value / max_value)
         parts.append(f'<text x="16" y="{y + 14}">{html.escape(bar.label)}</text>')
         parts.append(
-            f'<rect class="{kind}" x="{LABEL}" y="{y}" width="{width:.1f}" height="18" rx="3"/>'
+            f'<rect class="{kind}" x="{LABEL_WIDTH}" y="{y}" width="{width:.1f}" height="18" '
+            'rx="3"/>'
         )
         parts.append(
-            f'<text x="{LABEL + width + 8:.1f}" y="{y + 14}">{html.escape(bar.text)}</text>'
+            f'<text x="{LABEL_WIDTH + width + 8:.1f}" y="{y + 14}">{html.escape(bar.text)}</text>'
         )
-        y += ROW
+        y += ROW_HEIGHT
     return parts, y + 14
 
 
@@ -198,7 +201,7 @@ def picture() -> str:
     )
     figures = measured()
     bars = []
-    for method in (LEAN, TRL, ON_DEVICE):
+    for method in (LEAN_METHOD, TRL_METHOD, DEVICE_METHOD):
         row = figures["full", "Qwen3-8B", 65536, method]
         bars.append(Bar(method, row.gib, f"{row.gib:.1f} GiB, {row.seconds:.2f} s"))
     panel_parts, top = panel(
@@ -216,7 +219,8 @@ def picture() -> str:
     height = top + 26
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" '
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {PICTURE_WIDTH} {height}" '
+            'role="img" '
             'aria-label="Longest sequence and memory beside other methods">',
             f"<style>{STYLE}</style>",
             *parts,

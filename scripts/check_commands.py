@@ -28,10 +28,10 @@ ROOT = Path(__file__).parents[1]
 DOCS = tuple(page.relative_to(ROOT).as_posix() for page in sorted(ROOT.glob("docs/**/*.md")))
 PAGES = ("README.md", "CONTRIBUTING.md", "paper_repro/README.md", *DOCS)
 PROGRAMS = r"(?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?(?:streambp (?:verify|plan|profile|launch|env)|python|pytest|bash|mkdocs)\b.+"
-OWN = ("streambp", "paper_repro", "tests", "scripts", "examples", "docs", ".ci")
-TAKES_A_VALUE = ("-k", "-m", "-n")  # of pytest
+OWN_FOLDERS = ("streambp", "paper_repro", "tests", "scripts", "examples", "docs", ".ci")
+OPTIONS_WITH_VALUE = ("-k", "-m", "-n")  # of pytest
 FILE = re.compile(r"(?:[\w.]+/)+[\w{},*.]+\.(?:py|js|md|csv|sh)\b|\.ci/\w+|examples/\w+/")
-FOREIGN = ("open_instruct/",)  # folders of other projects
+FOREIGN_FOLDERS = ("open_instruct/",)  # folders of other projects
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,11 +69,11 @@ def check(command: Command) -> tuple[str, str | None]:
             return "files exist", _pytest(arguments)
         case "pytest", arguments:
             return "files exist", _pytest(arguments)
-        case "python", ["-m", module, *arguments] if module.split(".")[0] in OWN:
+        case "python", ["-m", module, *arguments] if module.split(".")[0] in OWN_FOLDERS:
             path = ROOT / module.replace(".", "/")
             path = path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
             return "module exists", _script(path, arguments)
-        case (("python" | "bash"), [path, *arguments]) if path.split("/")[0] in OWN:
+        case (("python" | "bash"), [path, *arguments]) if path.split("/")[0] in OWN_FOLDERS:
             return "file exists", _script(ROOT / path, arguments)
     return "not checked: another program", None
 
@@ -94,7 +94,7 @@ def _pytest(arguments: list[str]) -> str | None:
             names.append(word)
         elif not value_of and not word.startswith("-"):
             paths.append(word)
-        value_of = word if not value_of and word in TAKES_A_VALUE else ""
+        value_of = word if not value_of and word in OPTIONS_WITH_VALUE else ""
     missing_path = next((path for path in paths if not (ROOT / path).exists()), None)
     if missing_path is not None:
         return f"{missing_path} does not exist"
@@ -120,7 +120,12 @@ def missing_files(page: str, text: str) -> list[str]:
     """Paths in code spans that are files neither of this project, nor of its package, nor beside
     the page."""
     spans = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
-    paths = {path for span in spans for path in FILE.findall(span) if not path.startswith(FOREIGN)}
+    paths = {
+        path
+        for span in spans
+        for path in FILE.findall(span)
+        if not path.startswith(FOREIGN_FOLDERS)
+    }
     bases = (ROOT, ROOT / "streambp", (ROOT / page).parent)
     return sorted(path for path in paths if not any(_exists(base, path) for base in bases))
 

@@ -18,12 +18,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-HERE = Path(__file__).resolve().parent.parent
-CHOOSES = (  # in one commit or another
+ROOT = Path(__file__).resolve().parent.parent
+CHOOSING_FILES = (  # in one commit or another
     "layer/cost.py", "layer/store.py", "layer/oom.py", "offload/auto.py", "offload/fitting.py", "offload/policy.py",
     "offload/costs.py", "offload/free_memory.py", "offload/link.py", "planner/auto.py", "planner/layer_costs.py",
 )  # fmt: skip
-MOVES = tuple(
+MOVING_FILES = tuple(
     f"offload/{name}.py"
     for name in ("__init__", "arena", "engines", "manager", "stores", "transfers")
 )
@@ -80,7 +80,7 @@ def count(text: str) -> Count:
 
 def in_tree(file: str) -> str | None:
     """The text of a file of the package; None: there is none."""
-    path = HERE / "streambp" / file
+    path = ROOT / "streambp" / file
     return path.read_text("utf-8") if path.exists() else None
 
 
@@ -88,7 +88,7 @@ def in_commit(commit: str) -> Callable[[str], str | None]:
     """As `in_tree`, of a commit."""
 
     def read(file: str) -> str | None:
-        command = ["git", "-C", str(HERE), "show", f"{commit}:streambp/{file}"]
+        command = ["git", "-C", str(ROOT), "show", f"{commit}:streambp/{file}"]
         process = subprocess.run(command, capture_output=True, text=True, check=False)
         return process.stdout if process.returncode == 0 else None
 
@@ -98,7 +98,7 @@ def in_commit(commit: str) -> Callable[[str], str | None]:
 def report(name: str, read: Callable[[str], str | None]) -> None:
     """Print what is counted of one state of the package."""
     print(f"{name:<34} lines   code  functions  classes  protocols")
-    for title, files in (("chooses", CHOOSES), ("moves", MOVES)):
+    for title, files in (("chooses", CHOOSING_FILES), ("moves", MOVING_FILES)):
         total = Count()
         for file in files:
             text = read(file)

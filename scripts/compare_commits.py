@@ -34,17 +34,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scripts.compare_served import FAMILIES, HERE, STATES, Case
+from scripts.compare_served import FAMILIES, RECURRENT_FAMILIES, ROOT, Case
 
-SERVED = HERE / "scripts" / "compare_served.py"
+SERVED_SCRIPT = ROOT / "scripts" / "compare_served.py"
 MODES = ("plain", "padded", "packed")
 SAVES = ("none", "attn_out", "kv")
 OFFLOAD = ("none", "cpu")
-HALF = (("plain", "none", "none"), ("packed", "attn_out", "cpu"))  # what is run in bfloat16 too
+HALF_PRECISION_CASES = (
+    ("plain", "none", "none"),
+    ("packed", "attn_out", "cpu"),
+)  # what is run in bfloat16 too
 
 
 @dataclasses.dataclass(frozen=True)
-class Known:
+class KnownDifference:
     """A difference that is meant to be.
 
     Args:
@@ -69,31 +72,33 @@ class Known:
         return all(any(fnmatch(value, glob) for glob in globs) for value, globs in pairs)
 
 
-KNOWN = (
-    Known("describe names the kernels that attention took", lines=r"^[-+]attention +auto"),
-    Known(
+KNOWN_DIFFERENCES = (
+    KnownDifference(
+        "describe names the kernels that attention took", lines=r"^[-+]attention +auto"
+    ),
+    KnownDifference(
         "describe begins with the last step, and tells sizes in the unit that fits and the size "
         "of a chunk before its rule",
         lines=r"^\+last step: |^[-+](chunk_size|saves|offload) |^\+ {12}(\S+|the graph) of \d+ layer|^\+ {12}auto:",
     ),
-    Known(
+    KnownDifference(
         "describe says where attention takes a row for several documents",
         modes=("packed",),
         lines=r"^[-+]note +position_ids (restart|do not grow by one): attention ",
     ),
-    Known(
+    KnownDifference(
         "describe says how the last call's rows were computed, or why as given",
         lines=r"^\+note +rows: ",
     ),
-    Known(
+    KnownDifference(
         "padded rows are computed without their padding; with rows='as_given' they are not",
         modes=("padded",),
         same_with={"rows": "as_given"},
     ),
-    Known(
+    KnownDifference(
         "recurrences and convolutions start anew with each document of packed rows; with "
         "documents='as_given' they go on",
-        families=STATES,
+        families=RECURRENT_FAMILIES,
         modes=("packed",),
         lines=r"^\+.+ documents of packed rows, told by position_ids: |^-(layers)? +streams: ",
         same_with={"documents": "as_given"},
@@ -106,7 +111,7 @@ class Tree:
 
     def __init__(self, root: Path) -> None:
         self.root = root.resolve()
-        command = [sys.executable, str(SERVED)]
+        command = [sys.executable, str(SERVED_SCRIPT)]
         environment = {
             **os.environ,
             "PYTHONPATH": str(self.root),
@@ -170,7 +175,7 @@ class Difference:
 
     def known_reasons(self, case: Case, same_with: Callable[[dict[str, Any]], bool]) -> list[str]:
         """The reasons, if those of KNOWN explain all of it; else none."""
-        covering = [entry for entry in KNOWN if entry.covers(case)]
+        covering = [entry for entry in KNOWN_DIFFERENCES if entry.covers(case)]
         reasons = []
         if self.summary:
             of_tensors = [k for k in covering if self._explains(k, same_with)]
@@ -184,7 +189,9 @@ class Difference:
             reasons.append(of_line[0].reason)
         return list(dict.fromkeys(reasons))
 
-    def _explains(self, entry: Known, same_with: Callable[[dict[str, Any]], bool]) -> bool:
+    def _explains(
+        self, entry: KnownDifference, same_with: Callable[[dict[str, Any]], bool]
+    ) -> bool:
         return self.largest <= entry.within or (
             entry.same_with is not None and same_with(entry.same_with)
         )
@@ -281,7 +288,7 @@ def cases(arguments: argparse.Namespace) -> Iterator[Case]:
             arguments.modes, arguments.saves, arguments.offload
         ):
             yield Case(family, mode, saves, offload)
-            if (mode, saves, offload) in HALF:
+            if (mode, saves, offload) in HALF_PRECISION_CASES:
                 yield Case(family, mode, saves, offload, "bfloat16")
 
 
@@ -337,7 +344,7 @@ def main() -> None:
     )
     parser.add_argument("--against", type=Path, help="the root of another commit's tree")
     parser.add_argument(
-        "--tree", type=Path, default=HERE, help="the root of the tree that is compared with it"
+        "--tree", type=Path, default=ROOT, help="the root of the tree that is compared with it"
     )
     for name, values in (
         ("families", FAMILIES),

@@ -26,19 +26,26 @@ from torch import Tensor, nn
 
 import streambp
 
-HERE = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent
 CHUNK, LENGTH = 5, 21
-IMAGE = 50  # the token in the place of an image's patches
-DENSE = (
+IMAGE_TOKEN = 50  # the token in the place of an image's patches
+DENSE_FAMILIES = (
     "llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "mistral", "phi3", "glm4", "olmo2", "cohere", "starcoder2", "gpt2",
     "gpt_neox", "opt", "bloom", "falcon", "gptj",
 )  # fmt: skip
-ROUTED = ("mixtral", "qwen3_moe", "olmoe", "gpt_oss")
-STATES = (
+MIXTURE_FAMILIES = ("mixtral", "qwen3_moe", "olmoe", "gpt_oss")
+RECURRENT_FAMILIES = (
     "qwen3_next", "qwen3_5_text", "mamba2", "bamba", "jamba", "falcon_h1", "lfm2", "recurrent_gemma", "nemotron_h",
     "minimax",
 )  # fmt: skip
-FAMILIES = (*DENSE, *ROUTED, "deepseek_v3", "gemma4_text", *STATES, "llava")
+FAMILIES = (
+    *DENSE_FAMILIES,
+    *MIXTURE_FAMILIES,
+    "deepseek_v3",
+    "gemma4_text",
+    *RECURRENT_FAMILIES,
+    "llava",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +67,7 @@ def use_tests_of_this_tree() -> None:
     """Make `tests` this tree's package, whatever PYTHONPATH says; its helpers import no
     streambp."""
     spec = importlib.util.spec_from_file_location(
-        "tests", HERE / "tests" / "__init__.py", submodule_search_locations=[str(HERE / "tests")]
+        "tests", ROOT / "tests" / "__init__.py", submodule_search_locations=[str(ROOT / "tests")]
     )
     assert spec is not None
     sys.modules["tests"] = importlib.util.module_from_spec(spec)
@@ -79,7 +86,10 @@ def build(family: str, dtype: torch.dtype, seed: int) -> nn.Module:
         )  # fmt: skip
         text = zoo.tiny_config("llama")
         config = LlavaConfig(
-            vision_config=vision, text_config=text, image_token_id=IMAGE, vision_feature_layer=-1
+            vision_config=vision,
+            text_config=text,
+            image_token_id=IMAGE_TOKEN,
+            vision_feature_layer=-1,
         )
         torch.manual_seed(seed)
         model: nn.Module = LlavaForConditionalGeneration(config).to(dtype).train()
@@ -87,7 +97,7 @@ def build(family: str, dtype: torch.dtype, seed: int) -> nn.Module:
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.1 * (parameter.dim() <= 1))
         return model
-    routed = {"output_router_logits": True} if family in ROUTED else {}
+    routed = {"output_router_logits": True} if family in MIXTURE_FAMILIES else {}
     return zoo.build(family, dtype, seed, **routed)
 
 
@@ -102,9 +112,9 @@ def batch_of(family: str, mode: str, dtype: torch.dtype, seed: int) -> dict[str,
         batch = make_batch(mode, LENGTH, seed)
     if family == "llava":
         ids = batch["input_ids"]
-        ids[ids == IMAGE] -= 1
-        ids[:, 8:12] = IMAGE
-        batch["labels"] = batch["labels"].masked_fill(ids == IMAGE, -100)
+        ids[ids == IMAGE_TOKEN] -= 1
+        ids[:, 8:12] = IMAGE_TOKEN
+        batch["labels"] = batch["labels"].masked_fill(ids == IMAGE_TOKEN, -100)
         generator = torch.Generator().manual_seed(seed)
         batch["pixel_values"] = torch.randn(
             2, 3, 8, 8, generator=generator, dtype=torch.float64
@@ -155,7 +165,7 @@ def tensors_of(
                 }
                 streambp.patch(model, streambp.StreamConfig(**config_settings))
                 return steps(model, [(1.0, batch)]), str(streambp.describe(model))
-            splits_documents = case.mode == "packed" and case.family in STATES
+            splits_documents = case.mode == "packed" and case.family in RECURRENT_FAMILIES
             return steps(
                 model, list(documents_apart(batch)) if splits_documents else [(1.0, batch)]
             ), ""

@@ -27,10 +27,10 @@ import streambp
 from streambp.model import compiled_regions
 
 CHUNKS = 4
-COMPILED = ("mlp", "input_layernorm", "post_attention_layernorm")
+COMPILED_MODULES = ("mlp", "input_layernorm", "post_attention_layernorm")
 
 
-class Counted:
+class CountingBackend:
     """A backend that counts how often its graphs run."""
 
     def __init__(self, name: str) -> None:
@@ -80,10 +80,10 @@ def main() -> None:
     )
     eager = Qwen3ForCausalLM(config).train()
     compiled = copy.deepcopy(eager)
-    backend = Counted(arguments.backend)
+    backend = CountingBackend(arguments.backend)
     compiled_regions.lookup_backend = lambda name: backend  # type: ignore[attr-defined, assignment]
     for layer in compiled.model.layers if arguments.modules else ():
-        for name in COMPILED:
+        for name in COMPILED_MODULES:
             getattr(layer, name).compile(backend=backend, dynamic=True)
     print(f"torch {torch.__version__}, {torch.get_num_threads()} thread(s), {arguments.backend}")
     for length in arguments.lengths:

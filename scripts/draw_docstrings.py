@@ -19,7 +19,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[1]
 
 
-class Documented(NamedTuple):
+class DocumentedObject(NamedTuple):
     """A class or function with a docstring.
 
     Attributes:
@@ -42,12 +42,12 @@ def signature_of(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef, na
     return f"def {name}({ast.unparse(node.args)}){result}"
 
 
-def documented_in(node: ast.AST, file: str, prefix: str = "") -> Iterator[Documented]:
+def documented_in(node: ast.AST, file: str, prefix: str = "") -> Iterator[DocumentedObject]:
     """Yield the classes and functions with a docstring inside a node of a syntax tree, in order.
 
     Args:
         node: the node.
-        file: the file's path, for `Documented.where`.
+        file: the file's path, for `DocumentedObject.where`.
         prefix: qualified name of the node with a dot; "" for a module.
     """
     for child in ast.iter_child_nodes(node):
@@ -56,14 +56,14 @@ def documented_in(node: ast.AST, file: str, prefix: str = "") -> Iterator[Docume
             docstring = ast.get_docstring(child)
             if docstring:
                 signature = signature_of(child, prefix + child.name)
-                yield Documented(f"{file}:{child.lineno}", signature, docstring)
+                yield DocumentedObject(f"{file}:{child.lineno}", signature, docstring)
             name = f"{prefix}{child.name}."
         yield from documented_in(child, file, name)
 
 
-def draw(root: Path, seed: int, count: int) -> list[Documented]:
+def draw(root: Path, seed: int, count: int) -> list[DocumentedObject]:
     """Return `count` classes and functions of the Python files below `root`, drawn at random."""
-    population: list[Documented] = []
+    population: list[DocumentedObject] = []
     for path in sorted(root.rglob("*.py")):
         tree = ast.parse(path.read_text("utf-8"))
         population.extend(documented_in(tree, str(path.relative_to(root.parent))))

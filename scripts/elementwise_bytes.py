@@ -27,7 +27,7 @@ from transformers import Qwen3Config
 from transformers.models.qwen3 import modeling_qwen3
 
 from streambp.model import compiled_regions
-from streambp.model.compiled_regions import Compiler
+from streambp.model.compiled_regions import RegionCompiler
 from streambp.planner import plan
 from streambp.planner.count import StepCount
 from streambp.planner.fused_layers import Fusion, gate_kernel, norm_kernel, rotary_kernel
@@ -102,13 +102,13 @@ def by_inductor(run: Any, inputs: list[Tensor]) -> tuple[int, int]:
     compile_fx.inductor_metrics_log.setLevel("INFO")  # which is when inductor counts
     compile_fx.inductor_metrics_log.propagate = False
     metrics.reset()
-    backward = backward_of(Compiler().compiled(run, "part")(*inputs), inputs)
+    backward = backward_of(RegionCompiler().compile_function(run, "part")(*inputs), inputs)
     forward = metrics.num_bytes_accessed
     backward()
     return forward, metrics.num_bytes_accessed - forward
 
 
-class Touched:
+class TouchedBytes:
     """Counts the bytes that loads and stores in Triton's interpreter touch."""
 
     def __init__(self) -> None:
@@ -129,7 +129,7 @@ class Touched:
         setattr(builder, name, counting)
 
 
-def by_liger(touched: Touched) -> dict[str, Part]:
+def by_liger(touched: TouchedBytes) -> dict[str, Part]:
     """Liger's functions for the parts."""
     from liger_kernel.ops.rms_norm import LigerRMSNormFunction
     from liger_kernel.ops.rope import LigerRopeFunction
@@ -168,7 +168,7 @@ def print_bytes() -> None:
         },
     }
     try:
-        touched = Touched()
+        touched = TouchedBytes()
         from tests.ligers_kernels import teach_the_interpreter
 
         teach_the_interpreter()

@@ -16,7 +16,13 @@ import transformers
 import streambp
 from tests import zoo
 from tests.families import LENGTH, MODES
-from tests.model.test_families import CHUNK_SIZES, EXACT, REFUSED, UNDEFINED, errors
+from tests.model.test_families import (
+    CHUNK_SIZES,
+    EXACT_FAMILIES,
+    REFUSED_FAMILIES,
+    UNDEFINED,
+    errors,
+)
 from tests.oracle import lift_float32_casts
 
 TARGET = Path(__file__).parents[1] / "docs" / "reference" / "families.md"
@@ -79,8 +85,8 @@ def main(target: Path = TARGET) -> None:
     torch.set_default_dtype(torch.float64)
     with pytest.MonkeyPatch.context() as patch:
         lift_float32_casts(patch)
-        rows = [row(name) for name in EXACT]
-        refusals = [refusal(name) for name in sorted(set(zoo.NAMES) & REFUSED.keys())]
+        rows = [row(name) for name in EXACT_FAMILIES]
+        refusals = [refusal(name) for name in sorted(set(zoo.NAMES) & REFUSED_FAMILIES.keys())]
     streaming = sum(streams for _, streams in rows)
     text = HEADER + "\n".join(line for line, _ in rows)
     text += (

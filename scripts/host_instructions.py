@@ -21,7 +21,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
+SCRIPTS = Path(__file__).resolve().parent
 LAYERS, LENGTH, STEPS = 6, 128, 3
 
 
@@ -62,8 +62,15 @@ def counted(tree: Path, case: str) -> int:
         "--instr-atstart=no",
         "--callgrind-out-file=/dev/null",
     ]
-    command += [sys.executable, "-W", "ignore", str(HERE / "host_instructions.py"), "--run", case]
-    paths = os.pathsep.join((str(tree), str(HERE)))
+    command += [
+        sys.executable,
+        "-W",
+        "ignore",
+        str(SCRIPTS / "host_instructions.py"),
+        "--run",
+        case,
+    ]
+    paths = os.pathsep.join((str(tree), str(SCRIPTS)))
     environment = {**os.environ, "PYTHONPATH": paths, "PYTHONHASHSEED": "0"}
     output = subprocess.run(
         command, env=environment, capture_output=True, text=True, check=True
@@ -86,7 +93,7 @@ def main() -> None:
         run(arguments.run)
         return
     for case in arguments.cases:
-        count = counted(HERE.parent, case)
+        count = counted(SCRIPTS.parent, case)
         against = (
             f"   against {counted(arguments.against.resolve(), case):,}"
             if arguments.against

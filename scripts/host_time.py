@@ -39,15 +39,19 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import streambp
 
-HERE = Path(__file__).resolve().parent.parent
-UNCOMPARED = "uncompared "
-STREAMED = ("plain", "8 chunks", "lora", "auto", "auto 8 chunks")
+ROOT = Path(__file__).resolve().parent.parent
+UNCOMPARED_PREFIX = "uncompared "
+STREAMED_CASES = ("plain", "8 chunks", "lora", "auto", "auto 8 chunks")
 # which is not streamed
-WARM = ("checkpointing", *STREAMED, *(UNCOMPARED + case for case in STREAMED if case != "auto"))
+WARM_CASES = (
+    "checkpointing",
+    *STREAMED_CASES,
+    *(UNCOMPARED_PREFIX + case for case in STREAMED_CASES if case != "auto"),
+)
 # the other tree may be older
-COMPARES = "compare_backward" in streambp.StreamConfig.__dataclass_fields__
-WITHOUT_SAVES = {"auto": "plain", "auto 8 chunks": "8 chunks"}
-CASES = (*WARM, "first plain", "first lora")
+HAS_COMPARE_BACKWARD = "compare_backward" in streambp.StreamConfig.__dataclass_fields__
+CASES_WITHOUT_SAVES = {"auto": "plain", "auto 8 chunks": "8 chunks"}
+CASES = (*WARM_CASES, "first plain", "first lora")
 
 
 def build(case: str, layers: int, length: int, width: int = 32) -> torch.nn.Module:
@@ -66,9 +70,11 @@ def build(case: str, layers: int, length: int, width: int = 32) -> torch.nn.Modu
         model.gradient_checkpointing_enable({"use_reentrant": False})
         return model
     settings: dict[str, Any] = (
-        {"compare_backward": False} if case.startswith(UNCOMPARED) and COMPARES else {}
+        {"compare_backward": False}
+        if case.startswith(UNCOMPARED_PREFIX) and HAS_COMPARE_BACKWARD
+        else {}
     )
-    case = case.removeprefix(UNCOMPARED)
+    case = case.removeprefix(UNCOMPARED_PREFIX)
     saves: tuple[str, ...] | Literal["auto"] = "auto" if case.startswith("auto") else ()
     if case.endswith("8 chunks"):
         settings["chunk_size"] = length // 8
@@ -89,12 +95,12 @@ def stepper(
         models: of cases that were built before; without the witness it is the model of the case
             with it.
     """
-    base = case.removeprefix(UNCOMPARED)
+    base = case.removeprefix(UNCOMPARED_PREFIX)
     if base not in models:
         models[base] = build(base, layers, length, width)
     model, tokens = models[base], torch.randint(0, 64, (1, length))
     layer_states: list[Any] = []
-    if COMPARES and base != WARM[0]:
+    if HAS_COMPARE_BACKWARD and base != WARM_CASES[0]:
         steps = model._streambp.steps  # type: ignore[union-attr]
         # Other trees may have another name for the list; there the witness cannot be turned off.
         layer_states = getattr(steps, "layer_states", [])
@@ -121,7 +127,7 @@ def serve(arguments: argparse.Namespace) -> None:
         stepper, layers=arguments.layers, length=arguments.length, width=arguments.width
     )
     models: dict[str, torch.nn.Module] = {}
-    steps = {case: step_of(case, models=models) for case in WARM if case in arguments.cases}
+    steps = {case: step_of(case, models=models) for case in WARM_CASES if case in arguments.cases}
     for step in steps.values():
         step()
         step()
@@ -161,7 +167,7 @@ def ask(process: subprocess.Popen[str], case: str) -> float:
 
 
 def rows(arguments: argparse.Namespace) -> Iterator[str]:
-    trees = [HERE, *([arguments.against.resolve()] if arguments.against else [])]
+    trees = [ROOT, *([arguments.against.resolve()] if arguments.against else [])]
     times_by_case: dict[tuple[str, Path], list[float]] = {}  # for each process the shortest step
     for _ in range(arguments.processes):
         processes = [served(tree, arguments) for tree in trees]
@@ -178,10 +184,10 @@ def rows(arguments: argparse.Namespace) -> Iterator[str]:
     for case in arguments.cases:
         times, *times_against = (times_by_case[case, tree] for tree in trees)
         references = times_against or [
-            times_by_case[case, HERE] for case in WARM[:1] if case in arguments.cases
+            times_by_case[case, ROOT] for case in WARM_CASES[:1] if case in arguments.cases
         ]
-        peers = WITHOUT_SAVES.get(case, ""), UNCOMPARED + case  # of the same run
-        references += [times_by_case[peer, HERE] for peer in peers if peer in arguments.cases]
+        peers = CASES_WITHOUT_SAVES.get(case, ""), UNCOMPARED_PREFIX + case  # of the same run
+        references += [times_by_case[peer, ROOT] for peer in peers if peer in arguments.cases]
         ratios = [
             statistics.median(map(operator.truediv, times, reference)) for reference in references
         ]

@@ -28,7 +28,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = "streambp"
-TINY = 3
+MAX_TINY_LINES = 3
 # a citation ends its sentence
 NOTE = re.compile(r"^\s*(?:#\s*|\"\"\")?\[Note: [^\]]+\] [A-Z`]", re.MULTILINE)
 COLUMNS = (
@@ -89,7 +89,7 @@ def counts_of(source: str) -> Counts:
             }
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             counts.functions += 1
-            counts.tiny += body_lines(node) <= TINY
+            counts.tiny += body_lines(node) <= MAX_TINY_LINES
             counts.longest = max(counts.longest, len(lines_of(node)))
     layout = (tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
     for token in tokenize.generate_tokens(io.StringIO(source).readline):

@@ -27,14 +27,14 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import streambp
-from streambp.layer import adapted
+from streambp.layer import adapted_linear
 from tests.families import build, make_batch
 from tests.oracle import gradients
 from tests.seeds import seed_torch
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3}
 LENGTH, CHUNK = 97, 40
-HALF = torch.bfloat16
+HALF_DTYPE = torch.bfloat16
 FAMILIES = {"qwen3": "Qwen3", "qwen2": "Qwen2, with biases"}
 
 
@@ -58,7 +58,7 @@ class SetUp(NamedTuple):
 
 def model_of(set_up: SetUp, seed: int) -> nn.Module:
     """Return an unpatched model in bfloat16 with adapters on all its Linears."""
-    base = build(set_up.family, HALF, seed, **SIZES)
+    base = build(set_up.family, HALF_DTYPE, seed, **SIZES)
     seed_torch(1000 + seed)
     config = peft.LoraConfig(r=8, target_modules="all-linear")
     model = peft.get_peft_model(base, config, autocast_adapter_dtype=set_up.wide)
@@ -77,7 +77,7 @@ def error(gradients: dict[str, Tensor], true: dict[str, Tensor]) -> float:
     return float(torch.stack(parts).norm())
 
 
-def other_order(x: Tensor, weight: Tensor, left: Tensor, b: adapted.Factor) -> Tensor:
+def other_order(x: Tensor, weight: Tensor, left: Tensor, b: adapted_linear.Factor) -> Tensor:
     """Compute y as `adapted._product`, the base with its bias first."""
     columns = b.parts * b.rank
     left = left.flatten(0, -2).float()
@@ -87,7 +87,7 @@ def other_order(x: Tensor, weight: Tensor, left: Tensor, b: adapted.Factor) -> T
     return result.to(x.dtype).view(*x.shape[:-1], weight.shape[0])
 
 
-def rounded_once(x: Tensor, weight: Tensor, left: Tensor, b: adapted.Factor) -> Tensor:
+def rounded_once(x: Tensor, weight: Tensor, left: Tensor, b: adapted_linear.Factor) -> Tensor:
     """Compute y as `adapted._product`, with no rounding before the sum is whole."""
     result = left.flatten(0, -2).float() @ b.stack.float()
     result = result.addmm_(x.flatten(0, -2).float(), weight.float().mT)
@@ -96,11 +96,11 @@ def rounded_once(x: Tensor, weight: Tensor, left: Tensor, b: adapted.Factor) -> 
 
 def one_part(part_dtype: torch.dtype, dtype: torch.dtype) -> int:
     """Return the parts of a factor that is rounded to the product's dtype."""
-    return 2 if dtype in adapted.HALF else 1
+    return 2 if dtype in adapted_linear.HALF_DTYPES else 1
 
 
 def variants(why: bool) -> dict[str, tuple[str, Any]]:
-    """Return `kernels` and a replacement in `adapted`, by the name of what is measured."""
+    """Return `kernels` and a replacement in `adapted_linear`, by the name of what is measured."""
     setups: dict[str, tuple[str, Any]] = {"one operation": ("auto", None)}
     if why:
         setups |= {
@@ -121,7 +121,7 @@ def errors(set_up: SetUp, seed: int, why: bool) -> list[float]:
     stock = model_of(set_up, seed)
     batch = make_batch("plain", length=LENGTH, seed=2000 + seed)
     true = gradients(copy.deepcopy(stock).float(), **batch)[1]
-    with torch.autocast("cpu", HALF, enabled=set_up.autocast):
+    with torch.autocast("cpu", HALF_DTYPE, enabled=set_up.autocast):
         found_errors = [error(gradients(stock, **batch)[1], true)]
         for kernels, change in variants(why).values():
             config = streambp.StreamConfig(
@@ -134,7 +134,7 @@ def errors(set_up: SetUp, seed: int, why: bool) -> list[float]:
             if change is None:
                 gradient = gradients(ours, **batch)[1]
             else:
-                with mock.patch.object(adapted, *change):
+                with mock.patch.object(adapted_linear, *change):
                     gradient = gradients(ours, **batch)[1]
             found_errors.append(error(gradient, true))
     return found_errors

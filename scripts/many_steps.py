@@ -27,14 +27,14 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import streambp
-from streambp.launch.settings import DEFAULTS
+from streambp.launch.settings import LAUNCH_DEFAULTS
 
 VOCABULARY, PROMPT, POINTS = 64, 72, 20
 MODES = {
     "chunk": streambp.StreamConfig(chunk_size=16, saves=()),
     "auto": streambp.StreamConfig(),
     "prefixes": streambp.StreamConfig(chunk_size=64, rows="packed"),
-    "launch": DEFAULTS,
+    "launch": LAUNCH_DEFAULTS,
 }
 
 

@@ -32,15 +32,15 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from scripts.prose import ROOT, broken
 
 # Errors that only this package reads: their texts are reasons, parts of a line of `describe`.
-REASONS = frozenset({"UnsharedError", "NoKernelsError", "ComputedAgainError"})
-PRIVATE = re.compile(
+INTERNAL_ERRORS = frozenset({"UnsharedError", "NoKernelsError", "LayerRecomputationError"})
+PRIVATE_NAME = re.compile(
     r"\b(told|telling|site|sites|look|looks|hand|hands|handed|whole|kept|let go|given up|gives|gave|"
     r"at work|own run|put on|taken off|take off|halves|apart|for good|among others|brought back|"
     r"passed over|stands? in|stand-ins?|goes? on|went on|the like|makes something else)\b",
     re.IGNORECASE,
 )
 # "whole" as of integers, rows and models is no word of this project
-PLAIN = re.compile(
+PLAIN_SENTENCE = re.compile(
     r"whole (numbers?|layers?|decoder layers|rows?|model|sequences?|gradients)|`with`|whole_length",
     re.IGNORECASE,
 )
@@ -50,10 +50,10 @@ REMEDY = (
     "remove|rename|repeat|replace|report|restart|resume|return|run|save|set|shift|shorten|"
     "start|stop|switch|tokenize|train|truncate|try|unpatch|upgrade|use|verify|wait|work|write"
 )
-OPENS = re.compile(
+REMEDY_START = re.compile(
     rf"^_?(please |then |first |for [^,]*, |in [^,]*, |to [^,]*, |if [^,]*, )?({REMEDY})\b", re.I
 )
-ALSO = re.compile(
+FURTHER_REMEDY = re.compile(
     rf"(?:\bor |; (?:or )?|, (?:and |then )?)(?:else )?({REMEDY})\b(?! (?:is|are|of|in)\b)", re.I
 )
 RULE = re.compile(r"\b(must|needs?|at most|at least)\b", re.IGNORECASE)
@@ -113,7 +113,7 @@ def text_of(node: ast.AST, constants: dict[str, ast.expr]) -> str:
 
 def messages(package: Path) -> Iterator[Message]:
     """Yield the message of each error that the package makes."""
-    names = error_classes(package) - REASONS
+    names = error_classes(package) - INTERNAL_ERRORS
     for path in sorted(package.rglob("*.py")):
         tree = ast.parse(path.read_text("utf-8"))
         constants = {}
@@ -135,16 +135,16 @@ def rules_broken(text: str) -> list[str]:
     remedies = 0
     states_rule = False
     for sentence in sentences:
-        plain = PLAIN.sub("", sentence)
+        plain = PLAIN_SENTENCE.sub("", sentence)
         sentence = re.sub(r"\bit must\b", "that must", re.sub(r"\bone\b", "a", sentence))
         breaks |= set(broken(sentence, in_section=True)) & {"long", "stacked", "vague"}
-        if PRIVATE.search(plain):
+        if PRIVATE_NAME.search(plain):
             breaks.add("private")
         states_rule = states_rule or bool(RULE.search(sentence))
         for part in re.split(r"; |: ", sentence):
-            if OPENS.match(part):
+            if REMEDY_START.match(part):
                 remedies += 1
-            remedies += len(ALSO.findall(part))
+            remedies += len(FURTHER_REMEDY.findall(part))
     if not remedies and not states_rule:
         breaks.add("no remedy")
     if remedies > NUMBER_OF_REMEDIES:

@@ -43,7 +43,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import streambp
 
 LENGTH, CHUNK, VOCABULARY = 41, 16, 64
-COMMON = {
+COMMON_SIZES = {
     "vocab_size": VOCABULARY,
     "num_hidden_layers": 2,
     "num_attention_heads": 8,
@@ -53,7 +53,7 @@ COMMON = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-NARROW = {"intermediate_size": 64, "moe_intermediate_size": 32}
+NARROW_SIZES = {"intermediate_size": 64, "moe_intermediate_size": 32}
 FAMILIES: dict[str, dict[str, Any]] = {
     "gpt-oss": {
         "model_type": "gpt_oss", "hidden_size": 2880, "head_dim": 64, "num_local_experts": 32, "num_experts_per_tok": 4,
@@ -65,22 +65,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "Qwen3-MoE": {
         "model_type": "qwen3_moe", "hidden_size": 2048, "head_dim": 128, "num_experts": 64, "num_experts_per_tok": 8,
-        **NARROW,
+        **NARROW_SIZES,
     },
     "DeepSeek V3": {
         "model_type": "deepseek_v3", "hidden_size": 7168, "num_key_value_heads": 8, "n_routed_experts": 32, "n_group": 8,
         "topk_group": 4, "num_experts_per_tok": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, "q_lora_rank": 128,
-        "kv_lora_rank": 64, "qk_rope_head_dim": 32, "qk_nope_head_dim": 64, "v_head_dim": 64, **NARROW,
+        "kv_lora_rank": 64, "qk_rope_head_dim": 32, "qk_nope_head_dim": 64, "v_head_dim": 64,
+        **NARROW_SIZES,
     },
     "GLM 4.5": {
         "model_type": "glm4_moe", "hidden_size": 4096, "head_dim": 128, "n_routed_experts": 32, "num_experts_per_tok": 8,
-        "first_k_dense_replace": 1, **NARROW,
+        "first_k_dense_replace": 1, **NARROW_SIZES,
     },
     "Qwen3-Next": {
         "model_type": "qwen3_next", "hidden_size": 2048, "head_dim": 256, "num_experts": 64, "num_experts_per_tok": 10,
         "shared_expert_intermediate_size": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
         "linear_key_head_dim": 64, "linear_value_head_dim": 64, "layer_types": ["linear_attention", "full_attention"],
-        **NARROW,
+        **NARROW_SIZES,
     },
 }  # fmt: skip
 PRECISIONS = ("weights", "autocast")  # what is in bfloat16
@@ -95,7 +96,7 @@ def attentions_of(family: str) -> tuple[str, ...]:
 def build(family: str, seed: int, **overrides: Any) -> nn.Module:
     """A random float32 model in train mode, its norms and biases random, too."""
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(**{**COMMON, **FAMILIES[family], **overrides})
+    config = AutoConfig.for_model(**{**COMMON_SIZES, **FAMILIES[family], **overrides})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -106,7 +107,7 @@ def build(family: str, seed: int, **overrides: Any) -> nn.Module:
     return model
 
 
-class Chosen:
+class ReplayedTopK:
     """What `topk` chose in a first forward; later ones get it handed out. [Note: choices of the
     truth]
 
@@ -160,7 +161,7 @@ class Chosen:
 
 
 def step(
-    model: nn.Module, ids: Tensor, autocast: bool = False, choices: Chosen | None = None
+    model: nn.Module, ids: Tensor, autocast: bool = False, choices: ReplayedTopK | None = None
 ) -> list[Tensor]:
     """The gradients of one step, parameter by parameter, in float32."""
     model.zero_grad(set_to_none=True)
@@ -199,7 +200,7 @@ def measure(
         plain = build(family, seed)
         ids = torch.randint(3, VOCABULARY, (1, LENGTH))
         plain.set_attn_implementation("eager")  # type: ignore[operator]
-        choices = Chosen()
+        choices = ReplayedTopK()
         truth = step(plain, ids, choices=choices)
         models |= {"autocast": plain, "ids": ids, "truth": truth, "chosen": choices}
         models["weights"] = copy.deepcopy(plain).bfloat16()

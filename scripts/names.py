@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-DEFINED = (*FUNCTIONS, ast.ClassDef)
+DEFINITIONS = (*FUNCTIONS, ast.ClassDef)
 RIDDLES = frozenset(
     [
         "above",
@@ -148,7 +148,7 @@ def names_of(path: Path) -> Iterator[tuple[int, str]]:
     """Yield the line and name of each binding in a file: functions, parameters, assigned variables,
     fields, and attributes that methods assign."""
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, DEFINED):
+        if isinstance(node, DEFINITIONS):
             yield node.lineno, node.name
         elif isinstance(node, ast.arg) and node.arg != OPERAND:
             yield node.lineno, node.arg

@@ -25,12 +25,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent.parent
-BYTES = 0.05  # by which lines of the same bytes may differ: they are solved for in float64
-LAW = ("one", "tokens", "chunk", "chunks")  # of the features of a law, the first
+ROOT = Path(__file__).resolve().parent.parent
+MAX_BYTES_DIFFERENCE = (
+    0.05  # by which lines of the same bytes may differ: they are solved for in float64
+)
+LAW_FEATURES = ("one", "tokens", "chunk", "chunks")  # of the features of a law, the first
 # seconds of a first plan; 1 of a second
-BARS = {"Qwen3-8B": 6, "Qwen3-30B-A3B": 9, "gemma3-27b": 12, "Qwen3.5-9B": 20}
-MODELS = tuple(BARS)
+MAX_SECONDS = {"Qwen3-8B": 6, "Qwen3-30B-A3B": 9, "gemma3-27b": 12, "Qwen3.5-9B": 20}
+MODELS = tuple(MAX_SECONDS)
 QWEN3 = {"vocab_size": 151936, "head_dim": 128, "num_attention_heads": 32}
 
 
@@ -85,12 +87,12 @@ def count(name: str) -> dict[str, Any]:
         for method in methods
         for regime in ("first", "accumulating")
         for number, phase in enumerate(method[regime])
-        for field, value in zip(LAW, phase["law"], strict=False)
+        for field, value in zip(LAW_FEATURES, phase["law"], strict=False)
     }
     for method in methods:
         numbers |= {
             f"{method['name']}, host, {field}": value
-            for field, value in zip(LAW, method["host"], strict=False)
+            for field, value in zip(LAW_FEATURES, method["host"], strict=False)
         }
     return {"spent": spent, "numbers": numbers}
 
@@ -116,7 +118,11 @@ def _counted(tree: Path, name: str) -> dict[str, Any]:
 
 def differing(ours: dict[str, float], theirs: dict[str, float]) -> list[str]:
     """The numbers that are not the same."""
-    names = [name for name in ours.keys() & theirs.keys() if abs(ours[name] - theirs[name]) > BYTES]
+    names = [
+        name
+        for name in ours.keys() & theirs.keys()
+        if abs(ours[name] - theirs[name]) > MAX_BYTES_DIFFERENCE
+    ]
     return sorted(names) + sorted(ours.keys() ^ theirs.keys())
 
 
@@ -136,9 +142,9 @@ def main() -> int:
         return 0
     wrong = 0
     for name in arguments.models:
-        ours = counted(HERE, name, arguments.times)
+        ours = counted(ROOT, name, arguments.times)
         line = (
-            f"{name:16} {ours['spent'][0]:6.1f} s (bar {BARS[name]}), a second plan "
+            f"{name:16} {ours['spent'][0]:6.1f} s (bar {MAX_SECONDS[name]}), a second plan "
             f"{ours['spent'][1]:.2f} s (bar 1)"
         )
         if arguments.against is not None:

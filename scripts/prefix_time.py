@@ -70,7 +70,7 @@ def batch_of(arguments: argparse.Namespace, shared: bool) -> dict[str, torch.Ten
     return {"input_ids": ids, "labels": labels}
 
 
-PADDED = {  # of eight rows: each one's share of the longest
+PADDED_LENGTHS = {  # of eight rows: each one's share of the longest
     "37 %": (1.0, 0.605, 0.4, 0.293, 0.234, 0.195, 0.146, 0.088),
     "60 %": (1.0, 0.938, 0.82, 0.664, 0.508, 0.391, 0.293, 0.195),
 }
@@ -137,7 +137,7 @@ def operators(model: torch.nn.Module, batch: dict[str, torch.Tensor], share: boo
     return counted.counts
 
 
-class Added:
+class TimedSharing:
     """Stands for the object that shares prefixes, and takes the time of its calls without the rows'
     own forward."""
 
@@ -177,7 +177,7 @@ def added(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> tuple[float
     )
     step(model, batch)
     assert wrapper.prefixes is not None
-    counted = Added(wrapper.prefixes)
+    counted = TimedSharing(wrapper.prefixes)
     wrapper.prefixes = counted  # type: ignore[assignment]
     steps = [(step(model, batch), counted.spent) for _ in range(6)]
     streambp.unpatch(model)
@@ -215,7 +215,7 @@ def shared(model: torch.nn.Module, arguments: argparse.Namespace) -> None:
 
 def padded(model: torch.nn.Module, arguments: argparse.Namespace) -> None:
     """Rows with padding on the right."""
-    for name, shares in PADDED.items():
+    for name, shares in PADDED_LENGTHS.items():
         batch = padded_batch(arguments.longest, shares)
         plain, packed = ratio_of(model, batch, arguments.turns)
         share = float(batch["attention_mask"].double().mean())
@@ -240,7 +240,7 @@ def states(_: torch.nn.Module, arguments: argparse.Namespace) -> None:
         num_hidden_layers=4,
     )
     model = Lfm2ForCausalLM(config).train()
-    prefixes.A_CHUNK = 0
+    prefixes.CHUNK_OVERHEAD_TOKENS = 0
     for rows, longest in ((64, 16), (32, 64), (8, 256)):
         batch = padded_batch(longest, tuple((row + 1) / rows for row in range(rows)))
         plain, packed = ratio_of(model, batch, max(1, arguments.turns // 3))
@@ -269,7 +269,7 @@ def nothing_shared(model: torch.nn.Module, arguments: argparse.Namespace) -> Non
         print(f"nothing shared, {name}: {step_of}, ratio {ratio:.4f}", flush=True)
 
 
-PARTS = {"shared": shared, "padded": padded, "states": states, "nothing": nothing_shared}
+BENCHMARK_PARTS = {"shared": shared, "padded": padded, "states": states, "nothing": nothing_shared}
 
 
 def main() -> None:
@@ -279,11 +279,11 @@ def main() -> None:
     shape = {"prompt": 256, "completion": 32, "rows": 16, "layers": 4, "hidden": 256}
     for name, default in {**shape, "longest": 512, "turns": 6}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--only", nargs="+", choices=BENCHMARK_PARTS, default=list(BENCHMARK_PARTS))
     arguments = parser.parse_args()
     model = build(arguments)
     for name in arguments.only:
-        PARTS[name](model, arguments)
+        BENCHMARK_PARTS[name](model, arguments)
 
 
 if __name__ == "__main__":

@@ -41,8 +41,8 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 LIMITS = ROOT / "tests" / "prose_limits.json"
 RULES = ("clause", "fragment", "stacked", "vague", "long", "list", "inline", "private")
-COLUMNS = 100
-MOST_WORDS = 30
+MAX_COLUMNS = 100
+MAX_WORDS = 30
 
 CLAUSE = re.compile(
     r"^(what|whether|why|how|who|which|where|that which|those (that|which|of))\b", re.IGNORECASE
@@ -70,7 +70,7 @@ SECTION = re.compile(
 )
 ENTRY = re.compile(r"^\s*[\w`*., ]{1,60}(\([^)]*\))?: ")
 CITATION = re.compile(r"\[Note: [^\]]*\]")
-TOOLS = ("type:", "noqa", "fmt:", "pylint", "mypy", "!", "Copyright", "Licensed", "SPDX")
+TOOL_COMMENTS = ("type:", "noqa", "fmt:", "pylint", "mypy", "!", "Copyright", "Licensed", "SPDX")
 VERBS = frozenset(
     """
     add allocate apply ask assert attend begin bind borrow build call cast change check choose
@@ -111,7 +111,7 @@ def blocks(path: Path) -> Iterator[tuple[int, str, bool]]:
     first = last = -2
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         text = token.string.lstrip("#").strip()
-        if token.type != tokenize.COMMENT or text.startswith(TOOLS):
+        if token.type != tokenize.COMMENT or text.startswith(TOOL_COMMENTS):
             continue
         is_full_line = token.line.strip().startswith("#")
         if lines and is_full_line and token.start[0] == last + 1:
@@ -171,7 +171,7 @@ def broken(sentence: str, in_section: bool) -> list[str]:
         "fragment": bool(FRAGMENT.match(sentence)),
         "stacked": (len(links) >= 3 and count <= 40) or links_are_close,
         "vague": len(VAGUE.findall(sentence)) >= 2,
-        "long": count > MOST_WORDS,
+        "long": count > MAX_WORDS,
         "list": sentence.count(";") > 1 or sentence.count(": ") > 2,
         "inline": not in_section and bool(INLINE.search(sentence)),
         "private": len(PRIVATE.findall(sentence)) >= 2,
@@ -202,7 +202,7 @@ def count_code(path: Path) -> Row:
     lines = [
         line for line in source.splitlines() if line.strip() and not line.strip().startswith("#")
     ]
-    row: Row = Counter(lines=len(lines), wide=sum(len(line) > COLUMNS for line in lines))
+    row: Row = Counter(lines=len(lines), wide=sum(len(line) > MAX_COLUMNS for line in lines))
     for node in ast.walk(ast.parse(source)):
         row["ifexp"] += isinstance(node, ast.IfExp)
         row["comprehensions"] += isinstance(

@@ -22,7 +22,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
-PLACE = re.compile(r"(<!-- from code: ([\w-]+) -->)(.*?)(<!-- end -->)", re.DOTALL)
+CODE_PLACE = re.compile(r"(<!-- from code: ([\w-]+) -->)(.*?)(<!-- end -->)", re.DOTALL)
 FAMILIES = ROOT / "docs" / "reference" / "families.md"
 TRAINERS = ("SFT", "DPO", "GRPO", "PPO")
 LAUNCH_FLAGS = (
@@ -206,12 +206,15 @@ def versions() -> str:
     """The supported range of Python, torch and transformers."""
     text = (ROOT / "pyproject.toml").read_text("utf-8")
     pythons = re.findall(r"Python :: (3\.\d+)", text)
-    from streambp.libraries import TESTED
+    from streambp.libraries import NEWEST_TESTED_RELEASES
 
     lowest = {
         name: re.search(rf'"{name}>=([\d.]+)"', text)[1] for name in ("torch", "transformers")
     }  # type: ignore[index]
-    ranges = [f"{name} {lowest[name]} to {'.'.join(map(str, TESTED[name]))}" for name in lowest]
+    ranges = [
+        f"{name} {lowest[name]} to {'.'.join(map(str, NEWEST_TESTED_RELEASES[name]))}"
+        for name in lowest
+    ]
     return f"Python {pythons[0]} to {pythons[-1]}, {', '.join(ranges)}"
 
 
@@ -230,7 +233,7 @@ FACTS: MappingProxyType[str, Callable[[], str]] = MappingProxyType(
 
 def filled(text: str) -> str:
     """A page with what the code says now."""
-    return PLACE.sub(lambda match: match[1] + FACTS[match[2]]() + match[4], text)
+    return CODE_PLACE.sub(lambda match: match[1] + FACTS[match[2]]() + match[4], text)
 
 
 def main() -> int:

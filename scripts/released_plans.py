@@ -39,14 +39,14 @@ def kept_count(name: str, training: Any, folder: Path | None) -> tuple[Any, floa
         training: the training.
         folder: folder of counts; None: count anew.
     """
-    from streambp.planner.counted import CountRequest, code_in_use, counted, write
-    from streambp.planner.estimate import UNPATCHED
+    from streambp.planner.estimate import BASELINES
     from streambp.planner.profile import from_json, to_json
-    from streambp.planner.survey import STREAMED
-    from tests.planner.released import RELEASED
+    from streambp.planner.profile_cache import CountRequest, code_in_use, count_profile, write_file
+    from streambp.planner.survey import STREAMED_RECIPES
+    from tests.planner.released import RELEASED_CONFIGS
 
     file = None
-    config = RELEASED[name]()
+    config = RELEASED_CONFIGS[name]()
     if folder is not None:
         parts = [config.to_dict(), list(training), code_in_use()]
         text = json.dumps(parts, sort_keys=True, default=str)
@@ -57,10 +57,10 @@ def kept_count(name: str, training: Any, folder: Path | None) -> tuple[Any, floa
             return from_json(stored["profile"]), stored["seconds"]
     begun = time.process_time()
     request = CountRequest(config, lora=training.lora, bits=training.bits)
-    profile = counted(request, (*UNPATCHED, *STREAMED))
+    profile = count_profile(request, (*BASELINES, *STREAMED_RECIPES))
     spent = time.process_time() - begun
     if file is not None:
-        write(file, {"seconds": spent, "profile": to_json(profile)})
+        write_file(file, {"seconds": spent, "profile": to_json(profile)})
     return profile, spent
 
 
@@ -152,13 +152,13 @@ def table(name: str, folder: Path | None, file: Path | None) -> bool:
 
 def replace_rows(file: Path, name: str, rows: list[dict[str, Any]]) -> None:
     """Write a model's rows to a CSV file in the order of the models, in place of older ones."""
-    from tests.planner.released import COLUMNS, RELEASED
+    from tests.planner.released import COLUMNS, RELEASED_CONFIGS
 
     old_rows = []
     if file.exists():
         with file.open(encoding="utf-8", newline="") as stream:
             old_rows = [row for row in csv.DictReader(stream) if row["model"] != name]
-    order = list(RELEASED)
+    order = list(RELEASED_CONFIGS)
     with file.open("w", encoding="utf-8", newline="") as stream:
         writer = csv.DictWriter(stream, COLUMNS, restval="", lineterminator="\n")
         writer.writeheader()
@@ -167,15 +167,17 @@ def replace_rows(file: Path, name: str, rows: list[dict[str, Any]]) -> None:
 
 def main() -> int:
     sys.path.insert(0, str(ROOT))
-    from tests.planner.released import RELEASED
+    from tests.planner.released import RELEASED_CONFIGS
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--models", nargs="+", choices=RELEASED, default=list(RELEASED))
+    parser.add_argument(
+        "--models", nargs="+", choices=RELEASED_CONFIGS, default=list(RELEASED_CONFIGS)
+    )
     parser.add_argument("--counts", type=Path, help="folder of counts")
     parser.add_argument("--csv", type=Path, help="file of rows")
-    parser.add_argument("--one", choices=RELEASED, help=argparse.SUPPRESS)
+    parser.add_argument("--one", choices=RELEASED_CONFIGS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
         return 0 if table(arguments.one, arguments.counts, arguments.csv) else 1

@@ -23,8 +23,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
-NAMED = (ast.ExceptHandler, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-IDENTIFIERS = ("attr", "name", "arg", "module", "asname", "names", "kwd_attrs", "rest")
+NAMED_NODES = (ast.ExceptHandler, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+IDENTIFIER_FIELDS = ("attr", "name", "arg", "module", "asname", "names", "kwd_attrs", "rest")
 
 
 def bare_tree(source: str) -> ast.Module:
@@ -50,7 +50,7 @@ def bound_names(function: ast.AST) -> set[str]:
             names.add(node.id)
         elif isinstance(node, (ast.Nonlocal, ast.Global)):
             outer.update(node.names)
-        elif isinstance(node, NAMED) and node.name is not None:
+        elif isinstance(node, NAMED_NODES) and node.name is not None:
             names.add(node.name)
         if not isinstance(node, (*FUNCTIONS, ast.ClassDef)):
             pending += ast.iter_child_nodes(node)
@@ -145,7 +145,7 @@ class Comparison:
         elif isinstance(node, ast.Constant):
             if old != new:
                 self.strings[old, new] += 1
-        elif field in IDENTIFIERS:
+        elif field in IDENTIFIER_FIELDS:
             self.renamed[old][new] += 1
         elif old != new:
             self.differences.append(f"{position}: {type(node).__name__}.{field} {old!r} -> {new!r}")

@@ -22,7 +22,7 @@ from tests.model import test_kernels_cover
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "reference" / "support.md"
-NOT_RUN = "not run"
+NOT_RUN_TEXT = "not run"
 ENGINES = {"DDP": "ddp", "FSDP2": "fsdp", "ZeRO": "deepspeed"}
 HEADER = """# What runs with what
 
@@ -43,7 +43,7 @@ def trainings_of_engine(engine: str) -> dict[str, set[str]]:
     trainings: dict[str, set[str]] = {}
     for family in test_engines.MODELS:
         trainings[family] = {"full"}
-        if any(case.get("lora") for case in test_engines.ALONE[engine]):
+        if any(case.get("lora") for case in test_engines.SINGLE_CASES[engine]):
             trainings[family].add("LoRA")
     for family in test_engines.HYBRIDS:
         trainings[family] = {"full"}
@@ -57,7 +57,7 @@ def stages(family: str) -> str:
     if family in test_engines.MODELS:
         cases = test_engines.MATRIX["deepspeed"]
     else:
-        cases = test_engines.WITH_STATES["deepspeed"]
+        cases = test_engines.RECURRENT_CASES["deepspeed"]
     return f" ({', '.join(map(str, sorted({case['stage'] for case in cases})))})"
 
 
@@ -80,7 +80,7 @@ def kernels_of(family: str) -> dict[str, set[str]]:
 
 def cell(trainings: Any) -> str:
     """Return the text of a cell, such as "full, LoRA"."""
-    return ", ".join(sorted(trainings, reverse=True)) or NOT_RUN
+    return ", ".join(sorted(trainings, reverse=True)) or NOT_RUN_TEXT
 
 
 def rows() -> dict[str, dict[str, str]]:
@@ -117,7 +117,7 @@ def page() -> str:
         lines.append(f"| {family} | " + " | ".join(cells.values()) + " |")
     listed = set(re.findall(r"^\| (\w+) \|", FAMILIES.read_text("utf-8"), re.MULTILINE))
     other_families = int(number_of_families()) - len(listed & set(table))
-    cells_of_others = ["full", *[NOT_RUN] * (len(columns) - 1)]
+    cells_of_others = ["full", *[NOT_RUN_TEXT] * (len(columns) - 1)]
     lines.append(
         f"| [{other_families} others](families.md) | " + " | ".join(cells_of_others) + " |"
     )

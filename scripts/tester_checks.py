@@ -19,13 +19,13 @@ def count_chunks(patch: Any) -> list[int]:
 
     chunks: list[int] = []
     for kind in (LayerCall, ShardedCall):  # the second: layers that are cut at their attention
-        real = kind._keep
+        real = kind._make_saves
 
         def keep(call: Any, real: Any = real) -> Any:
             chunks.append(len(call.plan))
             return real(call)
 
-        patch.setattr(kind, "_keep", keep)
+        patch.setattr(kind, "_make_saves", keep)
     return chunks
 
 

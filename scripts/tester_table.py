@@ -31,17 +31,17 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 TARGET = ROOT / "docs" / "transformers-testers.md"
 CHUNK_SIZE = 3
-LIMIT = 240.0  # seconds for a class
-EXACT = 1e-10
-EXACT_IN_FLOAT32 = 1e-5  # of the whole gradient, for classes that do not run in float64
+TIMEOUT_SECONDS = 240.0  # seconds for a class
+MAX_FLOAT64_ERROR = 1e-10
+MAX_FLOAT32_ERROR = 1e-5  # of the whole gradient, for classes that do not run in float64
 FORMS: dict[str, dict[str, Any]] = {  # settings, and the side that is padded
     "chunks": {"chunk_size": CHUNK_SIZE},
     "defaults, right padding": {"pad": "right"},
     "defaults, left padding": {"pad": "left"},
     "offload": {"chunk_size": CHUNK_SIZE, "offload": "cpu"},
 }
-MAIN = "chunks"  # the form whose rows the page shows one by one
-RANDOM = (
+MAIN_FORM = "chunks"  # the form whose rows the page shows one by one
+RANDOM_SETTINGS = (
     "dropout",
     "pdrop",
     "jitter",
@@ -51,12 +51,12 @@ RANDOM = (
     "mask_time_prob",
     "mask_feature_prob",
 )
-UNUSED = tuple(
+UNUSED_ARGUMENTS = tuple(
     f"tests.test_{name}_mixin" for name in ("pipeline", "tensor_parallel", "fsdp", "training")
 )
-WANTED = re.compile("CausalLM|ConditionalGeneration|LMHead|DoubleHeads|2Text|ToText")
-MODULE = re.compile(r"No module named '([^']+)'")
-NAME = re.compile(r"cannot import name '([^']+)' from '([^']+)'")
+TESTED_CLASS = re.compile("CausalLM|ConditionalGeneration|LMHead|DoubleHeads|2Text|ToText")
+MISSING_MODULE = re.compile(r"No module named '([^']+)'")
+MISSING_NAME = re.compile(r"cannot import name '([^']+)' from '([^']+)'")
 
 
 @dataclasses.dataclass
@@ -71,7 +71,7 @@ class Row:
     layers: str = ""
     head: str = ""
     error: float | None = None
-    form: str = MAIN
+    form: str = MAIN_FORM
 
     def __str__(self) -> str:
         error = "" if self.error is None else f"{self.error:.0e}"
@@ -103,9 +103,9 @@ def main() -> None:
     import streambp  # noqa: F401 - before the forks
 
     torch.set_num_threads(1)
-    for name in UNUSED:
-        sys.modules[name] = Absent(name)
-    row_cache = Kept(arguments.rows)
+    for name in UNUSED_ARGUMENTS:
+        sys.modules[name] = AbsentPackage(name)
+    row_cache = StoredRows(arguments.rows)
     rows: list[Row] = []
     for path in sorted(Path(arguments.tree).glob("tests/models/*/test_modeling_*.py")):
         if not arguments.families or path.parent.name in arguments.families:
@@ -114,7 +114,7 @@ def main() -> None:
         TARGET.write_text(page(rows, arguments.tree))
 
 
-class Kept:
+class StoredRows:
     """Rows of earlier runs in a file, one a line of JSON; None: no file.
 
     A test module is in the file once all its rows are, so that a run which ends early loses the
@@ -145,7 +145,7 @@ class Kept:
                 file.write(json.dumps(module) + "\n")
 
 
-def rows_of(path: Path, forms: list[str], row_cache: Kept) -> list[Row]:
+def rows_of(path: Path, forms: list[str], row_cache: StoredRows) -> list[Row]:
     """Return rows of all model classes of a test module, in all forms. Print those that are new."""
     rows = row_cache.rows(path, forms)
     if rows is None:
@@ -182,17 +182,20 @@ def import_with_stand_ins(name: str) -> types.ModuleType:
         try:
             return importlib.import_module(name)
         except ImportError as error:
-            missing_name, absent = NAME.search(str(error)), MODULE.search(str(error))
+            missing_name, absent = (
+                MISSING_NAME.search(str(error)),
+                MISSING_MODULE.search(str(error)),
+            )
             if missing_name:
                 setattr(sys.modules[missing_name[2]], missing_name[1], stand_in(missing_name[1]))
             elif absent and not absent[1].startswith("transformers.models"):
-                sys.modules[absent[1]] = Absent(absent[1])
+                sys.modules[absent[1]] = AbsentPackage(absent[1])
             else:
                 raise
     raise ImportError(f"{name} misses more than forty names")
 
 
-class Absent(types.ModuleType):
+class AbsentPackage(types.ModuleType):
     """In place of a package that is not installed."""
 
     __path__: list[str] = []  # noqa: RUF012 - of the module, not of instances
@@ -246,13 +249,13 @@ def testers(module: types.ModuleType) -> Iterator[tuple[type, type]]:
             if (
                 inspect.isclass(model_class)
                 and not isinstance(model_class, StandIn)
-                and WANTED.search(model_class.__name__)
+                and TESTED_CLASS.search(model_class.__name__)
             ):
                 testers_by_name.setdefault(model_class.__name__, (test, model_class))
     yield from testers_by_name.values()
 
 
-def in_a_process(test: type, model_class: type, family: str, form: str = MAIN) -> Row:
+def in_a_process(test: type, model_class: type, family: str, form: str = MAIN_FORM) -> Row:
     """What `row` says, or that it took too long or took its process down."""
     row_of = Row(family, model_class.__name__, "crashed", "its process ended", form=form)
     context = multiprocessing.get_context("fork")
@@ -263,9 +266,9 @@ def in_a_process(test: type, model_class: type, family: str, form: str = MAIN) -
     process.start()
     theirs.close()
     try:
-        if ours.poll(LIMIT):
+        if ours.poll(TIMEOUT_SECONDS):
             return Row(**ours.recv())
-        row_of.why = f"took longer than {LIMIT:.0f} s"
+        row_of.why = f"took longer than {TIMEOUT_SECONDS:.0f} s"
     except EOFError:
         pass
     finally:
@@ -274,7 +277,7 @@ def in_a_process(test: type, model_class: type, family: str, form: str = MAIN) -
     return row_of
 
 
-def row(test: type, model_class: type, family: str, form: str = MAIN) -> Row:
+def row(test: type, model_class: type, family: str, form: str = MAIN_FORM) -> Row:
     """Build, run unpatched, patch, run, compare. A class that does not run in float64 is run in
     float32."""
     import torch
@@ -340,7 +343,7 @@ def row_in(dtype: Any, test: type, model_class: type, result: Row) -> Row:
             (found_loss, our_gradients),
             oracle.worst_error if dtype is torch.float64 else oracle.relative_l2,
         )
-        exact = EXACT if dtype is torch.float64 else EXACT_IN_FLOAT32
+        exact = MAX_FLOAT64_ERROR if dtype is torch.float64 else MAX_FLOAT32_ERROR
         if result.error is not None and not result.error <= exact:
             noise = oracle.worst_error(gradients(model, batch)[1], expected)
             result.why = f"two unpatched runs differ by {noise:.0e}; {result.why}"
@@ -477,7 +480,7 @@ def classes_of(model: Any, dims: int) -> int:
 def make_deterministic(config: Any) -> None:
     """No dropout in a config and its sub-configs, and experts that know float64."""
     for name, value in list(vars(config).items()):
-        if isinstance(value, float) and any(word in name for word in RANDOM):
+        if isinstance(value, float) and any(word in name for word in RANDOM_SETTINGS):
             setattr(config, name, 0.0)
         elif hasattr(value, "to_dict") and hasattr(value, "model_type"):
             make_deterministic(value)
@@ -572,7 +575,7 @@ def page(rows: list[Row], tree: str) -> str:
     import torch
     import transformers
 
-    all_rows, rows = rows, [row for row in rows if row.form == MAIN]
+    all_rows, rows = rows, [row for row in rows if row.form == MAIN_FORM]
     encoders = [
         row
         for row in rows
@@ -590,7 +593,7 @@ def page(rows: list[Row], tree: str) -> str:
     version = re.search(r'version="([^"]+)"', (Path(tree) / "setup.py").read_text())
     text = HEADER.format(
         chunk_size=CHUNK_SIZE,
-        exact=EXACT,
+        exact=MAX_FLOAT64_ERROR,
         tests=version[1] if version else "an unknown version",
         transformers=transformers.__version__,
         torch=torch.__version__.split("+")[0],
@@ -615,7 +618,7 @@ def other_models(rows: list[Row]) -> str:
     """A table of classes that were exact in chunks, and have another outcome in another form."""
     exact = ("streams", "runs whole", "shows nothing", "not padded")
     exact_models = {
-        (row.family, row.model) for row in rows if row.form == MAIN and row.outcome in exact
+        (row.family, row.model) for row in rows if row.form == MAIN_FORM and row.outcome in exact
     }
     lines = [
         f"| {row.form} | {row.model} | {row.outcome} | {cell(row.why)} |"

@@ -31,8 +31,12 @@ from typing import Any
 import pytest
 
 HUB = "trl-internal-testing"
-CHECKOUT = "STREAMBP_TRL_CHECKOUT"  # of the environment: where the plugin finds the data's script
-PART = "STREAMBP_TRL_PART"  # of the environment: "2/4" has each fourth test, from the second one on
+CHECKOUT_VARIABLE = (
+    "STREAMBP_TRL_CHECKOUT"  # of the environment: where the plugin finds the data's script
+)
+PART_VARIABLE = (
+    "STREAMBP_TRL_PART"  # of the environment: "2/4" has each fourth test, from the second one on
+)
 SIZES = {
     "vocab_size": 272, "hidden_size": 16, "intermediate_size": 32, "moe_intermediate_size": 16, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_experts": 4, "num_local_experts": 4,
@@ -144,12 +148,12 @@ def pytest_configure() -> None:
 
     transformers.TrainingArguments.__post_init__ = on_cpu
 
-    source = (Path(os.environ[CHECKOUT]) / "tests" / "testing_utils.py").read_text("utf-8")
+    source = (Path(os.environ[CHECKOUT_VARIABLE]) / "tests" / "testing_utils.py").read_text("utf-8")
     for name, package in set(re.findall(r"\b(is_(\w+)_available)\b", source)):
         if not hasattr(import_utils, name):
             is_installed = importlib.util.find_spec(package) is not None
             setattr(import_utils, name, lambda is_installed=is_installed: is_installed)
-    for file in (Path(os.environ[CHECKOUT]) / "tests").glob("test_*_trainer.py"):
+    for file in (Path(os.environ[CHECKOUT_VARIABLE]) / "tests").glob("test_*_trainer.py"):
         for import_node in (
             node
             for node in ast.parse(file.read_text("utf-8")).body
@@ -168,7 +172,7 @@ def pytest_configure() -> None:
                             f"TRL {trl.__version__} has no {name}"
                         ),
                     )
-    real, hub_datasets = datasets.load_dataset, datasets_of(Path(os.environ[CHECKOUT]))
+    real, hub_datasets = datasets.load_dataset, datasets_of(Path(os.environ[CHECKOUT_VARIABLE]))
 
     def load(path: str, name: str | None = None, split: str | None = None, **kwargs: Any) -> Any:
         if path != f"{HUB}/zen" or name not in hub_datasets:
@@ -179,7 +183,7 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    first, step = map(int, os.environ[PART].split("/"))
+    first, step = map(int, os.environ[PART_VARIABLE].split("/"))
     items[:] = items[first - 1 :: step]
 
 
@@ -207,7 +211,8 @@ def run(
     folder = Path(__file__).parent
     environment = {
         **os.environ,
-        "HF_HOME": str(cache), "HF_HUB_OFFLINE": "1", CHECKOUT: str(tests.parent), PART: part, "CUDA_VISIBLE_DEVICES": "",
+        "HF_HOME": str(cache), "HF_HUB_OFFLINE": "1", CHECKOUT_VARIABLE: str(tests.parent),
+        PART_VARIABLE: part, "CUDA_VISIBLE_DEVICES": "",
         "PYTHONPATH": os.pathsep.join(filter(None, (str(folder), str(folder.parent), os.environ.get("PYTHONPATH")))),
     }  # fmt: skip
     plugins = ("-p", Path(__file__).stem, "-p", "no:cacheprovider")

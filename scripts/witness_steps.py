@@ -36,7 +36,7 @@ def run(family: str, dtype: torch.dtype, autocast: bool, steps: int) -> tuple[in
     from tests import zoo
 
     count, furthest = 0, 0.0
-    real, at_once = witness._differ, witness.answered_at_once
+    real, at_once = witness._differ, witness.equal_on_cpu
 
     def differ(group: list[Any], kind: torch.dtype, tolerance: float) -> torch.Tensor:
         nonlocal count, furthest
@@ -61,7 +61,7 @@ def run(family: str, dtype: torch.dtype, autocast: bool, steps: int) -> tuple[in
 
     witness._differ = differ
     # how far apart they are is to be seen
-    witness.answered_at_once = lambda forward, recomputed: False
+    witness.equal_on_cpu = lambda forward, recomputed: False
     alarms, random = 0, torch.Generator().manual_seed(1)
     try:
         for saves in SAVES:
@@ -88,7 +88,7 @@ def run(family: str, dtype: torch.dtype, autocast: bool, steps: int) -> tuple[in
                 scaler.update()
                 optimizer.zero_grad(set_to_none=True)
     finally:
-        witness._differ, witness.answered_at_once = real, at_once
+        witness._differ, witness.equal_on_cpu = real, at_once
     return count, alarms, furthest
 
 

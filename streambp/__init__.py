@@ -21,27 +21,27 @@ if TYPE_CHECKING:
     from streambp.model.describe import describe
     from streambp.model.last_step import last_step
     from streambp.model.patching import unpatch
-    from streambp.model.warming import warm_up
+    from streambp.model.warm_up import warm_up
     from streambp.planner.auto import patch
 
 __version__ = "0.1.0"
 __all__ = ["StreamBPError", "StreamConfig", "describe", "last_step", "patch", "unpatch", "warm_up"]
 
-HOMES = {
+NAME_MODULES = {
     "StreamBPError": "errors",
     "StreamConfig": "config",
     "describe": "model.describe",
     "last_step": "model.last_step",
     "patch": "planner.auto",
     "unpatch": "model.patching",
-    "warm_up": "model.warming",
+    "warm_up": "model.warm_up",
 }
 
 
 def __getattr__(name: str) -> Any:
     """Import a name of `__all__`, or a module of the package, on first access."""
-    if name in HOMES:
-        return getattr(importlib.import_module(f"{__name__}.{HOMES[name]}"), name)
+    if name in NAME_MODULES:
+        return getattr(importlib.import_module(f"{__name__}.{NAME_MODULES[name]}"), name)
     if name.startswith("_") or importlib.util.find_spec(f"{__name__}.{name}") is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return importlib.import_module(f"{__name__}.{name}")

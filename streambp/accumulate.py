@@ -31,8 +31,8 @@ from torch._decomp import decompositions
 from streambp.device import has_data
 
 aten = torch.ops.aten
-HALF = (torch.float16, torch.bfloat16)
-RUNS_WITHOUT_DATA = hasattr(decompositions, "addmm_dtype")  # true in torch 2.12 and later
+HALF_DTYPES = (torch.float16, torch.bfloat16)
+HAS_ADDMM_DTYPE = hasattr(decompositions, "addmm_dtype")  # true in torch 2.12 and later
 
 
 def add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
@@ -54,16 +54,16 @@ def add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
         with torch.no_grad():
             return add_product(total, left, right)
     # torch.promote_types costs a dispatch
-    wide = torch.float32 if left.dtype in HALF else left.dtype
+    wide = torch.float32 if left.dtype in HALF_DTYPES else left.dtype
     if wide != left.dtype and left.device.type == "cpu":
         left = left.to(wide)
         right = right.to(wide)
     if total is None:
-        if wide != left.dtype and _sums_inside(left):
+        if wide != left.dtype and _can_sum_in_float32(left):
             return aten.mm.dtype(left, right, wide)
         return (left @ right).to(wide)
-    sums_inside = total.dtype == wide and not left.is_cpu and _sums_inside(left)
-    if total.dtype == left.dtype or (sums_inside and not RUNS_WITHOUT_DATA and not has_data(left)):
+    sums_inside = total.dtype == wide and not left.is_cpu and _can_sum_in_float32(left)
+    if total.dtype == left.dtype or (sums_inside and not HAS_ADDMM_DTYPE and not has_data(left)):
         return total.addmm_(left, right)
     if sums_inside:
         aten.addmm.dtype_out(total, left, right, wide, out=total)
@@ -71,7 +71,7 @@ def add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
     return total.add_(left @ right)
 
 
-def _sums_inside(x: Tensor) -> bool:
+def _can_sum_in_float32(x: Tensor) -> bool:
     """True if x's device can multiply half-precision matrices and add the product to a float32
     tensor."""
     if x.is_meta:

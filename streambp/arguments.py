@@ -20,10 +20,12 @@ from streambp.errors import ConfigError
 from streambp.fields import parse_bytes, parse_tokens, short_repr
 
 UsageError, ClickException = typer.BadParameter.__mro__[1:3]
-DIGITS = 18  # of a whole number
+MAX_NUMBER_DIGITS = 18  # of a whole number
 
 
-def amount(parse_number: Callable[[str, Any], int], longest: bool = False) -> Callable[[Any], Any]:
+def amount_parser(
+    parse_number: Callable[[str, Any], int], longest: bool = False
+) -> Callable[[Any], Any]:
     """Return a function that converts the text of a command-line value, such as 64k or 80GiB, to a
     number.
 
@@ -44,11 +46,13 @@ def amount(parse_number: Callable[[str, Any], int], longest: bool = False) -> Ca
     return parse
 
 
-tokens = functools.partial(amount, parse_tokens)
-size = amount(parse_bytes)
+tokens = functools.partial(amount_parser, parse_tokens)
+size = amount_parser(parse_bytes)
 
 
-def number(low: int, high: float | None = None, integers_only: bool = True) -> Callable[[Any], Any]:
+def number_parser(
+    low: int, high: float | None = None, integers_only: bool = True
+) -> Callable[[Any], Any]:
     """Return a function that converts the text of a command-line value to a number, and raises
     `typer.BadParameter` if the number is out of range.
 
@@ -63,7 +67,7 @@ def number(low: int, high: float | None = None, integers_only: bool = True) -> C
 
     def parse(text: Any) -> Any:
         value: float = math.nan
-        if not integers_only or re.fullmatch(rf"-?[0-9]{{1,{DIGITS}}}", str(text)):
+        if not integers_only or re.fullmatch(rf"-?[0-9]{{1,{MAX_NUMBER_DIGITS}}}", str(text)):
             with contextlib.suppress(ValueError):
                 value = int(text) if integers_only else float(text)
         if not low <= value <= (math.inf if high is None else high) or math.isinf(value):
@@ -73,7 +77,7 @@ def number(low: int, high: float | None = None, integers_only: bool = True) -> C
     return parse
 
 
-def one_of(*names: Any) -> dict[str, Any]:
+def choice_option(*names: Any) -> dict[str, Any]:
     """Return keyword arguments for typer's `Option`, for an option whose value must be one of
     `names`."""
 
@@ -92,7 +96,7 @@ def one_of(*names: Any) -> dict[str, Any]:
     }
 
 
-def parsed(app: typer.Typer, words: Sequence[str], program: str) -> Any:
+def parse_command_line(app: typer.Typer, words: Sequence[str], program: str) -> Any:
     """Run a command line and return the result of the command's function.
 
     If the line asks for help or for the version, print the answer and return the exit code instead.

@@ -28,15 +28,18 @@ from typing import Any
 from torch import nn
 from transformers.cache_utils import Cache
 
-from streambp.known_names import CACHE_CALLS, SEQUENCE_LENGTH, UPDATE
+from streambp.known_names import CACHE_CALLS, SEQUENCE_LENGTH, UPDATE_METHOD
 from streambp.source import undecorate
 
-ENDING = "Cache"  # the ending of cache classes' names
-READS = ("LOAD_FAST", "LOAD_DEREF")  # prefixes of instructions that read a parameter
-WRITES = ("STORE_FAST", "STORE_DEREF")  # prefixes of instructions that assign a variable
-ASKS = ("LOAD_ATTR", "LOAD_METHOD")  # prefixes of instructions that read an attribute
+CACHE_CLASS_SUFFIX = "Cache"  # the ending of cache classes' names
+VARIABLE_READ_OPS = ("LOAD_FAST", "LOAD_DEREF")  # prefixes of instructions that read a parameter
+VARIABLE_WRITE_OPS = (
+    "STORE_FAST",
+    "STORE_DEREF",
+)  # prefixes of instructions that assign a variable
+ATTRIBUTE_READ_OPS = ("LOAD_ATTR", "LOAD_METHOD")  # prefixes of instructions that read an attribute
 # classes with an `update` that are no caches
-MAPPINGS = ("dict", "Dict", "Mapping", "MutableMapping")
+MAPPING_CLASSES = ("dict", "Dict", "Mapping", "MutableMapping")
 
 
 @functools.lru_cache(maxsize=1024)
@@ -45,9 +48,11 @@ def is_cache_class(kind: Hashable) -> bool:
     transformers' `DynamicCache`."""
     if not isinstance(kind, type) or issubclass(kind, nn.Module):
         return False
-    if issubclass(kind, Cache) or any(base.__name__.endswith(ENDING) for base in kind.__mro__):
+    if issubclass(kind, Cache) or any(
+        base.__name__.endswith(CACHE_CLASS_SUFFIX) for base in kind.__mro__
+    ):
         return True
-    return all(callable(getattr(kind, name, None)) for name in (UPDATE, SEQUENCE_LENGTH))
+    return all(callable(getattr(kind, name, None)) for name in (UPDATE_METHOD, SEQUENCE_LENGTH))
 
 
 def is_cache(value: Any) -> bool:
@@ -93,7 +98,7 @@ def cache_arguments(layer: nn.Module) -> tuple[str, ...]:
     inner: dict[str, None] = {}
     for part in layer.modules():
         if part is not layer:
-            inner.update(dict.fromkeys(_of_class(type(part))))
+            inner.update(dict.fromkeys(_cache_parameters_of_class(type(part))))
     forwards = []
     for base in type(layer).__mro__:
         if "forward" in vars(base) and base is not nn.Module:
@@ -111,7 +116,7 @@ def cache_arguments(layer: nn.Module) -> tuple[str, ...]:
     return tuple(inner)
 
 
-def _of_class(kind: type[nn.Module]) -> tuple[str, ...]:
+def _cache_parameters_of_class(kind: type[nn.Module]) -> tuple[str, ...]:
     return cache_parameters(kind.forward)
 
 
@@ -133,7 +138,9 @@ def names_a_cache(annotation: Any, names: Mapping[str, Any]) -> bool:
         annotation = annotation.__forward_arg__
     if isinstance(annotation, str):
         words = re.findall(r"[A-Za-z_]\w*", annotation)
-        return any(word.endswith(ENDING) or is_cache_class(names.get(word)) for word in words)
+        return any(
+            word.endswith(CACHE_CLASS_SUFFIX) or is_cache_class(names.get(word)) for word in words
+        )
     parts = typing.get_args(annotation)
     if parts:
         return any(names_a_cache(part, names) for part in parts)
@@ -142,7 +149,7 @@ def names_a_cache(annotation: Any, names: Mapping[str, Any]) -> bool:
 
 def _is_mapping(annotation: Any) -> bool:
     """True if an annotation names a dictionary."""
-    return any(word in MAPPINGS for word in re.findall(r"[A-Za-z_]\w*", str(annotation)))
+    return any(word in MAPPING_CLASSES for word in re.findall(r"[A-Za-z_]\w*", str(annotation)))
 
 
 def _called_as_caches(code: CodeType) -> frozenset[str]:
@@ -151,43 +158,43 @@ def _called_as_caches(code: CodeType) -> frozenset[str]:
 
     After an assignment `a = b`, a call on `a` counts for `b` too.
     """
-    called = {name for name, method in _asked(code) if method in CACHE_CALLS}
-    sources = _assigned(code)
+    called = {name for name, method in _attribute_reads(code) if method in CACHE_CALLS}
+    sources = _assignments(code)
     called.update(source for name in tuple(called) for source in sources.get(name, ()))
     return frozenset(called)
 
 
-def _assigned(code: CodeType) -> dict[str, set[str]]:
+def _assignments(code: CodeType) -> dict[str, set[str]]:
     """Return a dict from a variable's name to the names of the variables that a function assigns to
     it unchanged."""
     sources: dict[str, set[str]] = {}
     source: Any = None
     for step in dis.get_instructions(code):
-        if step.opname.startswith(WRITES) and source is not None:
+        if step.opname.startswith(VARIABLE_WRITE_OPS) and source is not None:
             # Python 3.13 assigns two variables in one instruction.
             if isinstance(step.argval, tuple):
                 target = step.argval[0]
             else:
                 target = step.argval
             sources.setdefault(target, set()).add(source)
-        source = _read(step)
+        source = _variable_read(step)
     return sources
 
 
-def _asked(code: CodeType) -> Iterator[tuple[str, str]]:
+def _attribute_reads(code: CodeType) -> Iterator[tuple[str, str]]:
     """Yield a pair (variable, attribute) for each attribute of a variable that a function's
     bytecode reads."""
     variable: Any = None
     for step in dis.get_instructions(code):
-        if step.opname.startswith(ASKS) and variable is not None:
+        if step.opname.startswith(ATTRIBUTE_READ_OPS) and variable is not None:
             yield variable, str(step.argval)
-        variable = _read(step)
+        variable = _variable_read(step)
 
 
-def _read(step: dis.Instruction) -> Any:
+def _variable_read(step: dis.Instruction) -> Any:
     """Return the name of the variable that a bytecode instruction reads; None if it reads none. An
     instruction of Python 3.13 may read two variables: the last one is returned."""
-    if not step.opname.startswith(READS):
+    if not step.opname.startswith(VARIABLE_READ_OPS):
         return None
     if isinstance(step.argval, tuple):  # Python 3.13 reads two variables in one instruction
         return step.argval[-1]

@@ -14,8 +14,8 @@ from streambp.errors import ConfigError
 if TYPE_CHECKING:  # the command line reads settings without torch
     from torch import Tensor
 
-MIN_CHUNKS = 4  # chunks of a verified step
-NEAR = 64  # search range around the ideal size
+MIN_TEST_CHUNKS = 4  # chunks of a verified step
+SIZE_SEARCH_RANGE = 64  # search range around the ideal size
 AUTO_CHUNKS = 8
 AUTO_MIN_TOKENS = 2048
 AUTO_MAX_TOKENS = 8192
@@ -61,7 +61,7 @@ class Barrier:
     last: int
 
 
-def merged(barriers: Iterable[Barrier]) -> tuple[Barrier, ...]:
+def merge_barriers(barriers: Iterable[Barrier]) -> tuple[Barrier, ...]:
     """Return the same forbidden chunk ends as increasing barriers. Barriers that overlap or touch
     become one."""
     result: list[Barrier] = []
@@ -134,7 +134,7 @@ class ChunkPlan:
         return tuple(ending.get(origins.get(chunk.start, chunk.start)) for chunk in self)
 
     @functools.cached_property
-    def behind(self) -> dict[int, tuple[int, int]]:
+    def successors(self) -> dict[int, tuple[int, int]]:
         """Return a dict from a chunk's index to the indices (first, last) of the chunks that
         continue from this chunk. A chunk is left out if no other chunk continues from it."""
         ranges: dict[int, tuple[int, int]] = {}
@@ -143,7 +143,7 @@ class ChunkPlan:
                 ranges[predecessor] = (ranges.get(predecessor, (index,))[0], index)
         return ranges
 
-    def holding(self, position: int) -> int:
+    def chunk_index(self, position: int) -> int:
         """Return the index of the chunk that contains a position."""
         return bisect.bisect_right(self.ends, position)
 
@@ -152,7 +152,7 @@ class ChunkPlan:
         """Return the number of positions in the longest chunk."""
         return max(b - a for a, b in itertools.pairwise((0, *self.ends)))
 
-    def avoiding(self, barriers: Sequence[Barrier]) -> ChunkPlan:
+    def avoid_barriers(self, barriers: Sequence[Barrier]) -> ChunkPlan:
         """Return a plan whose chunks do not end at the positions that `barriers` forbid.
 
         Each chunk is as long as allowed, at most `size`: its end moves back to the nearest allowed
@@ -176,7 +176,7 @@ class ChunkPlan:
             start = end
         return ChunkPlan(self.length, self.size, tuple(ends))
 
-    def forked(self, forks: Forks, min_size: int) -> ChunkPlan:
+    def split_at_forks(self, forks: Forks, min_size: int) -> ChunkPlan:
         """Return a plan for a packed row in which several batch rows share prefixes. A chunk ends
         at the end of each prefix, and before each position where a batch row branches off.
 
@@ -196,7 +196,7 @@ class ChunkPlan:
             ends += [*range(start + size, stop - min_size + 1, size), stop]
         return ChunkPlan(self.length, self.size, tuple(ends), forks)
 
-    def with_least(self, tokens: int) -> ChunkPlan:
+    def with_min_tokens(self, tokens: int) -> ChunkPlan:
         """Return a plan whose chunks have at least `tokens` positions.
 
         Chunk ends that are too close to the previous end, or to the sequence's end, are left out.
@@ -208,7 +208,7 @@ class ChunkPlan:
         return ChunkPlan(self.length, self.size, (*ends, self.length))
 
 
-def in_one_pass(size: int) -> int:
+def floor_power_of_two(size: int) -> int:
     """Return the largest power of two that is not above `size`, for `size` from 1 on. cuDNN's
     attention computes a chunk of this size in one call.
 
@@ -232,7 +232,7 @@ def plan_chunks(length: int, batch_size: int, chunk_size: int | Literal["auto"])
     if chunk_size == "auto":
         tokens = min(max(-(-length * batch_size // AUTO_CHUNKS), AUTO_MIN_TOKENS), AUTO_MAX_TOKENS)
         size = max(1, tokens // max(1, batch_size))
-        size = length if size >= length else in_one_pass(size)
+        size = length if size >= length else floor_power_of_two(size)
     else:
         size = chunk_size
     return ChunkPlan(length, max(1, min(size, length)))
@@ -248,9 +248,11 @@ def pick_chunk_size(seq_len: int, chunk_size: int | None = None) -> int:
         ConfigError: `chunk_size` gives fewer than four chunks or a last chunk of the same size, or
             the sequence is too short for any size.
     """
-    ideal = seq_len / (MIN_CHUNKS + 0.25)
-    largest = (seq_len - 1) // (MIN_CHUNKS - 1)
-    candidates = range(max(2, int(ideal) - NEAR), min(largest, int(ideal) + NEAR) + 1)
+    ideal = seq_len / (MIN_TEST_CHUNKS + 0.25)
+    largest = (seq_len - 1) // (MIN_TEST_CHUNKS - 1)
+    candidates = range(
+        max(2, int(ideal) - SIZE_SEARCH_RANGE), min(largest, int(ideal) + SIZE_SEARCH_RANGE) + 1
+    )
     best = min(
         (size for size in candidates if seq_len % size),
         key=lambda size: abs(size - ideal),
@@ -258,12 +260,14 @@ def pick_chunk_size(seq_len: int, chunk_size: int | None = None) -> int:
     )
     if best is None:
         raise ConfigError(
-            f"seq_len is {seq_len}; {MIN_CHUNKS} unequal chunks need at least 9 tokens. Pass 512, "
+            f"seq_len is {seq_len}; {MIN_TEST_CHUNKS} unequal chunks need at least 9 tokens. Pass "
+            "512, "
             "say."
         )
     if chunk_size is not None and not (2 <= chunk_size <= largest and seq_len % chunk_size):
         raise ConfigError(
-            f"chunk_size {chunk_size} does not cut {seq_len} tokens into at least {MIN_CHUNKS} "
+            f"chunk_size {chunk_size} does not cut {seq_len} tokens into at least "
+            f"{MIN_TEST_CHUNKS} "
             "chunks with a shorter last one, so the test would miss some chunk boundaries. Choose "
             f"a smaller --chunk-size, such as {best}, or leave --chunk-size out."
         )

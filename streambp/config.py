@@ -12,8 +12,8 @@ from streambp.errors import ConfigError
 from streambp.fields import check_fields, parse_bytes, parse_tokens, short_repr
 
 SAVES = ("attn_out", "kv")
-LAST = "@"  # separates a name in `saves` from a number of last layers
-DIGITS = 9  # at most, of a number of last layers
+LAST_LAYERS_SEPARATOR = "@"  # separates a name in `saves` from a number of last layers
+MAX_LAYER_DIGITS = 9  # at most, of a number of last layers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +133,7 @@ class StreamConfig:
     @property
     def products(self) -> tuple[str, ...]:
         """Return the names in `saves` that are globs for Linear modules."""
-        names = (name.partition(LAST)[0] for name in self.named_saves)
+        names = (name.partition(LAST_LAYERS_SEPARATOR)[0] for name in self.named_saves)
         return tuple(name for name in names if name not in SAVES)
 
     @functools.cached_property
@@ -148,9 +148,9 @@ class StreamConfig:
         Args:
             left: number of layers from this one to the last, both included.
         """
-        if not any(LAST in name for name in self.named_saves):
+        if not any(LAST_LAYERS_SEPARATOR in name for name in self.named_saves):
             return self
-        parts = (name.partition(LAST) for name in self.named_saves)
+        parts = (name.partition(LAST_LAYERS_SEPARATOR) for name in self.named_saves)
         saves = dict.fromkeys(name for name, last, count in parts if not last or left <= int(count))
         return dataclasses.replace(self, saves=tuple(saves))
 
@@ -176,12 +176,15 @@ class StreamConfig:
             object.__setattr__(self, "rows", rows)
             object.__setattr__(self, "share_prefixes", None)
         for name in self.named_saves:
-            start, last, count = name.partition(LAST)
-            if last and not (start and count.isdecimal() and len(count) <= DIGITS and int(count)):
+            start, last, count = name.partition(LAST_LAYERS_SEPARATOR)
+            if last and not (
+                start and count.isdecimal() and len(count) <= MAX_LAYER_DIGITS and int(count)
+            ):
                 raise ConfigError(
-                    f"saves names {short_repr(name)}, where a number must follow {LAST}. Write how "
+                    f"saves names {short_repr(name)}, where a number must follow "
+                    f"{LAST_LAYERS_SEPARATOR}. Write how "
                     f"many of the last layers save the tensor, such as 'attn_out@12', or leave "
-                    f"{LAST} out for all layers."
+                    f"{LAST_LAYERS_SEPARATOR} out for all layers."
                 )
         for field in ("host_memory", "gpu_memory"):
             moves = self.always_moves
@@ -200,7 +203,7 @@ class StreamConfig:
                 )
 
 
-FIELDS = tuple(field.name for field in dataclasses.fields(StreamConfig))
+CONFIG_FIELDS = tuple(field.name for field in dataclasses.fields(StreamConfig))
 
 
 def config_of(values: Mapping[str, Any], source: str, base: StreamConfig) -> StreamConfig:
@@ -214,9 +217,10 @@ def config_of(values: Mapping[str, Any], source: str, base: StreamConfig) -> Str
     Raises:
         ConfigError: a name is unknown, or a value is not allowed.
     """
-    unknown = [name for name in values if name not in FIELDS]
+    unknown = [name for name in values if name not in CONFIG_FIELDS]
     if unknown:
         raise ConfigError(
-            f"{source} has the unknown settings {short_repr(unknown)}. Use some of {list(FIELDS)}."
+            f"{source} has the unknown settings {short_repr(unknown)}. Use some of "
+            f"{list(CONFIG_FIELDS)}."
         )
     return dataclasses.replace(base, **values)

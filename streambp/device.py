@@ -38,7 +38,7 @@ def is_accelerator(device: torch.device) -> bool:
 
 
 @functools.lru_cache
-def tells_memory(device: torch.device) -> bool:
+def reports_memory(device: torch.device) -> bool:
     """True if a device can report its free memory and this process's share at any time."""
     if device.type == "cuda":
         return True
@@ -57,15 +57,15 @@ def memory_limit(device: torch.device) -> int:
     """
     if device.type != "cuda":
         free, total = torch.accelerator.get_memory_info(device)
-        return min(total, free + counted_bytes(device, "reserved"))
+        return min(total, free + allocator_bytes(device, "reserved"))
     if device.index is None:  # the fraction needs a device number
         device = torch.device("cuda", torch.cuda.current_device())
     free, total = torch.cuda.mem_get_info(device)
     granted = torch.cuda.get_per_process_memory_fraction(device) * total
-    return min(int(granted), free + counted_bytes(device, "reserved"))
+    return min(int(granted), free + allocator_bytes(device, "reserved"))
 
 
-def counted_bytes(device: torch.device, kind: Literal["allocated", "reserved", "peak"]) -> int:
+def allocator_bytes(device: torch.device, kind: Literal["allocated", "reserved", "peak"]) -> int:
     """Return a number of bytes from torch's allocator on an accelerator: allocated, reserved, or
     the peak of allocated.
 
@@ -84,7 +84,7 @@ def counted_bytes(device: torch.device, kind: Literal["allocated", "reserved", "
     return int(counts[f"{name}_bytes"]["all"][when]) if counts else 0  # {} before CUDA's first use
 
 
-def is_elsewhere(x: Tensor, arguments: Iterable[Any]) -> bool:
+def names_other_device(x: Tensor, arguments: Iterable[Any]) -> bool:
     """True if the arguments of a call x.to(...) name another device than the device of x [...].
 
     A number means an accelerator. A device type without a number means the current device, as in
@@ -118,7 +118,7 @@ def allocator_count(device: torch.device, name: Literal["num_alloc_retries", "nu
 
     Each emptied cache costs a synchronization with the device.
     """
-    if not tells_memory(device):
+    if not reports_memory(device):
         return 0
     if device.type != "cuda":
         return int(torch.accelerator.memory_stats(device).get(name, 0))
@@ -137,18 +137,21 @@ def forget_error(device: torch.device) -> None:
         torch.empty(1, device=device).fill_(1.0)
 
 
-LIBRARIES = re.compile(
+DEVICE_LIBRARY_PATTERN = re.compile(
     r"\b(CUDA|cuDNN|CUDNN\w*|cuBLAS\w*|CUBLAS\w*|HIP|MIOpen|hipBLAS\w*|FlashAttention|Triton)\b"
 )
-FULL = re.compile(
+OUT_OF_MEMORY_PATTERN = re.compile(
     r"out[ _]of[ _]memory|ALLOC_FAILED|bad_alloc|can't allocate memory", re.IGNORECASE
 )
-WHOSE = re.compile(
+MEMORY_OWNER_PATTERN = re.compile(
     r"CUDA|cuDNN|cuBLAS|cuSPARSE|cuSOLVER|HIP|MIOpen|rocBLAS|Triton|RMM|bad_alloc|Allocator",
     re.IGNORECASE,
 )
 MEMORY_ERRORS = (RuntimeError, MemoryError)  # classes that `is_out_of_memory` accepts
-KERNELS = ("streambp.attention.kernels", "triton.")  # modules that contain little but kernel calls
+KERNEL_MODULES = (
+    "streambp.attention.kernels",
+    "triton.",
+)  # modules that contain little but kernel calls
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -165,7 +168,10 @@ def is_out_of_memory(error: BaseException) -> bool:
         message = str(error)
     else:
         message = ""
-    return bool(FULL.search(message) and WHOSE.search(message)) and "nccl" not in message.lower()
+    return (
+        bool(OUT_OF_MEMORY_PATTERN.search(message) and MEMORY_OWNER_PATTERN.search(message))
+        and "nccl" not in message.lower()
+    )
 
 
 def make_room(device: torch.device, allocators: bool) -> None:
@@ -191,7 +197,7 @@ def make_room(device: torch.device, allocators: bool) -> None:
             torch.accelerator.empty_cache()
 
 
-def failed_in_a_kernel(error: BaseException, device: torch.device) -> bool:
+def is_kernel_error(error: BaseException, device: torch.device) -> bool:
     """True if an error comes from a device, its libraries or a kernel, and not from wrong tensors.
 
     torch names the library in its messages. The text of a kernel's own checks is unknown, so on
@@ -200,18 +206,18 @@ def failed_in_a_kernel(error: BaseException, device: torch.device) -> bool:
     """
     if isinstance(error, getattr(torch, "AcceleratorError", ())):
         return True
-    if isinstance(error, RuntimeError) and LIBRARIES.search(str(error)):
+    if isinstance(error, RuntimeError) and DEVICE_LIBRARY_PATTERN.search(str(error)):
         return True
-    return device.type != "cpu" and raised_among_kernels(error)
+    return device.type != "cpu" and passes_kernel_module(error)
 
 
-def raised_among_kernels(error: BaseException) -> bool:
-    """True if the error's traceback passes through a module of `KERNELS`: streambp's module of
-    attention kernels, or Triton's modules."""
+def passes_kernel_module(error: BaseException) -> bool:
+    """True if the error's traceback passes through a module of `KERNEL_MODULES`: streambp's module
+    of attention kernels, or Triton's modules."""
     modules = (
         frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)
     )
-    return any(module.startswith(KERNELS) for module in modules)
+    return any(module.startswith(KERNEL_MODULES) for module in modules)
 
 
 def autocast_dtype(device: str) -> torch.dtype | None:
@@ -223,17 +229,17 @@ def autocast_dtype(device: str) -> torch.dtype | None:
 
 
 # the dtype with the same number of digits
-ROUNDED_TO = {"tf32": torch.float16, "bf16": torch.bfloat16}
+DTYPE_OF_PRECISION = {"tf32": torch.float16, "bf16": torch.bfloat16}
 
 
-def products_rounded_to(device: str) -> torch.dtype | None:
+def matmul_dtype(device: str) -> torch.dtype | None:
     """Return a dtype with the precision in which matrix products of float32 tensors may be computed
     on this device type, for example float16 for TF32. None: full float32.
 
     The program sets this precision (`torch.set_float32_matmul_precision`, `allow_tf32`).
     """
     backend = torch.backends.mkldnn if device == "cpu" else torch.backends.cuda
-    return ROUNDED_TO.get(backend.matmul.fp32_precision)
+    return DTYPE_OF_PRECISION.get(backend.matmul.fp32_precision)
 
 
 def without_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
@@ -252,7 +258,7 @@ def has_data(x: Tensor) -> bool:
     return not x.is_meta and not isinstance(x, FakeTensor)
 
 
-WITHOUT_GENERATORS = ("cpu", "meta")  # devices whose random state is the CPU's
+DEVICES_WITHOUT_GENERATOR = ("cpu", "meta")  # devices whose random state is the CPU's
 
 
 class RandomState(NamedTuple):
@@ -267,7 +273,7 @@ class RandomState(NamedTuple):
     def capture(cls, device: torch.device) -> RandomState:
         """Return the generators' current states. `accelerator` is None if the device is a CPU or
         meta."""
-        if device.type in WITHOUT_GENERATORS:
+        if device.type in DEVICES_WITHOUT_GENERATOR:
             return cls(torch.default_generator.get_state(), device, None)
         return cls(
             torch.default_generator.get_state(),
@@ -290,7 +296,7 @@ class RandomState(NamedTuple):
             torch.get_device_module(self.device).set_rng_state(self.accelerator, self.device)
 
     @contextlib.contextmanager
-    def replayed(self) -> Iterator[None]:
+    def replay(self) -> Iterator[None]:
         """Context manager in which torch's generators start from the captured states, so that they
         draw the same numbers again. Afterwards the generators have the states from before."""
         outer = RandomState.capture(self.device)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-OF_DEVICE_MEMORY = (
+DEVICE_MEMORY_DOCSTRING = (
     "A streamed step ran out of device memory. Code that catches torch.OutOfMemoryError catches it."
 )
 
@@ -84,5 +84,5 @@ def __getattr__(name: str) -> Any:
     if name != "DeviceMemoryError":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     bases = StreamBPError, importlib.import_module("torch").OutOfMemoryError
-    error = type(name, bases, {"__doc__": OF_DEVICE_MEMORY, "__module__": __name__})
+    error = type(name, bases, {"__doc__": DEVICE_MEMORY_DOCSTRING, "__module__": __name__})
     return globals().setdefault(name, error)

@@ -17,8 +17,8 @@ from huggingface_hub.dataclasses import type_validator
 
 from streambp.errors import ConfigError
 
-LARGEST_NUMBER = 2.0**62  # above every length, number of bytes and rate
-SHOWN = 120  # characters of a value in a message
+MAX_NUMBER = 2.0**62  # above every length, number of bytes and rate
+MAX_REPR_CHARACTERS = 120  # characters of a value in a message
 
 
 def check_fields(instance: Any, **ranges: float | tuple[float, float]) -> None:
@@ -31,33 +31,35 @@ def check_fields(instance: Any, **ranges: float | tuple[float, float]) -> None:
     Raises:
         ConfigError: a value has another type, is not finite, or is out of range.
     """
-    for field, hint in _hints(cast(Any, type(instance))).items():
+    for field, hint in _field_types(cast(Any, type(instance))).items():
         value = getattr(instance, field)
-        limits = ranges.get(field, -LARGEST_NUMBER)
-        low, high = limits if isinstance(limits, tuple) else (limits, LARGEST_NUMBER)
+        limits = ranges.get(field, -MAX_NUMBER)
+        low, high = limits if isinstance(limits, tuple) else (limits, MAX_NUMBER)
         try:
             type_validator(field, value, float | int if hint is float else hint)
             fits = not isinstance(value, int | float) or low <= value <= high
         except Exception:  # comparing a value with choices runs the value's own code
             fits = False
         if not fits:
-            if low == -LARGEST_NUMBER:
+            if low == -MAX_NUMBER:
                 bound = ""
-            elif high == LARGEST_NUMBER:
+            elif high == MAX_NUMBER:
                 bound = f" from {low:g}"
             else:
                 bound = f" from {low:g} to {high:,}"
-            raise ConfigError(f"{field} is {short_repr(value)}; it must be {_told(hint, bound)}.")
+            raise ConfigError(
+                f"{field} is {short_repr(value)}; it must be {_type_text(hint, bound)}."
+            )
 
 
 @functools.cache
-def _hints(kind: Any) -> dict[str, Any]:
+def _field_types(kind: Any) -> dict[str, Any]:
     """Return a dict from the names of a dataclass's fields to their types."""
     hints = typing.get_type_hints(kind)
     return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
 
 
-def _told(hint: Any, bound: str) -> str:
+def _type_text(hint: Any, bound: str) -> str:
     """Return a field's type in words for an error message, such as "a whole number from 1, or
     None".
 
@@ -73,7 +75,7 @@ def _told(hint: Any, bound: str) -> str:
     if typing.get_origin(hint) is tuple:
         return "a tuple of names"
     if parts:
-        return ", or ".join(_told(part, bound) for part in parts)
+        return ", or ".join(_type_text(part, bound) for part in parts)
     words = {
         bool: "True or False",
         int: f"a whole number{bound}",
@@ -93,10 +95,10 @@ def short_repr(value: Any) -> str:
         text = " ".join(repr(value).split())
     except Exception:
         return f"a {type(value).__name__} that cannot be shown"
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+    return text if len(text) <= MAX_REPR_CHARACTERS else f"{text[:MAX_REPR_CHARACTERS]}..."
 
 
-UNITS = {
+BYTE_UNITS = {
     "": 1,
     "B": 1,
     **{
@@ -106,9 +108,9 @@ UNITS = {
     },
 }
 # no two units differ in case alone
-UPPER = {unit.upper(): factor for unit, factor in UNITS.items()}
-SHORT = {prefix: f"{prefix}iB" for prefix in "KMGT"}  # users write 80G for a GPU's 80GiB
-FEW = 2**12  # in bytes; text of a smaller number must have a unit
+UPPERCASE_UNITS = {unit.upper(): factor for unit, factor in BYTE_UNITS.items()}
+SHORT_UNITS = {prefix: f"{prefix}iB" for prefix in "KMGT"}  # users write 80G for a GPU's 80GiB
+MIN_BYTES_WITHOUT_UNIT = 2**12  # in bytes; text of a smaller number must have a unit
 
 
 def parse_tokens(field: str, value: int | str) -> int:
@@ -129,7 +131,7 @@ def parse_tokens(field: str, value: int | str) -> int:
     number = 0.0
     if match is not None:
         number = float(match[1]) * {"": 1, "k": 2**10, "m": 2**20}[match[2].lower()]
-    if not 1 <= number <= LARGEST_NUMBER:
+    if not 1 <= number <= MAX_NUMBER:
         raise ConfigError(
             f"{field} is {short_repr(value)}; it must be a positive number of tokens such as "
             "65536, 64k or 1M."
@@ -156,23 +158,23 @@ def parse_bytes(field: str, value: int | str) -> int:
     if match is None:
         unit = ""
     else:
-        unit = SHORT.get(match[2].upper(), match[2]).upper()
-    if match is not None and unit in UPPER:
-        number = float(match[1]) * UPPER[unit]
+        unit = SHORT_UNITS.get(match[2].upper(), match[2]).upper()
+    if match is not None and unit in UPPERCASE_UNITS:
+        number = float(match[1]) * UPPERCASE_UNITS[unit]
     else:
         number = value
     if (
         isinstance(number, bool)
         or not isinstance(number, int | float)
-        or not 1 <= number <= LARGEST_NUMBER
+        or not 1 <= number <= MAX_NUMBER
     ):
-        units = ", ".join(unit for unit in UNITS if unit)
+        units = ", ".join(unit for unit in BYTE_UNITS if unit)
         raise ConfigError(
             f"{field} is {short_repr(value)}; it must be a positive number of bytes, or text of a "
             "number and a unit, such as "
             f'"96GiB". The units are {units}; a number without one is bytes.'
         )
-    if match is not None and not unit and number < FEW:
+    if match is not None and not unit and number < MIN_BYTES_WITHOUT_UNIT:
         raise ConfigError(
             f"{field} is {short_repr(value)}, which has no unit. Write {match[1]}GiB, or "
             f"{match[1]}B for bytes."

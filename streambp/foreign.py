@@ -1,6 +1,6 @@
 """Find functions that other code puts in place of a module's forward or of torch's functions.
 
-The head's lazy tensors (`lazy/deferred.py`) work in forwards that compute a loss with torch's
+The head's lazy tensors (`lazy/lazy_hidden.py`) work in forwards that compute a loss with torch's
 operations, like transformers' forwards. A fused loss of another library passes the hidden states to
 an autograd.Function or a kernel, which need real tensors. Nothing is therefore deferred inside a
 forward that another library wrote. Such a forward may be on the class or on the instance, set
@@ -38,12 +38,12 @@ from torch.overrides import handle_torch_function
 from transformers import PreTrainedModel
 
 from streambp.errors import StreamBPError
-from streambp.instance_forward import InstanceForward, Unbound
+from streambp.instance_forward import InstanceForward, UnboundForward
 from streambp.known_names import (
-    COMPILED,
     COMPILED_CALL,
     COMPILED_FROM,
-    DEPRECATION,
+    COMPILED_MODULE_ATTRIBUTE,
+    DEPRECATION_MODULE,
     FORWARDS_ARE_PLAIN,
     TRLS_FORWARD,
     TRLS_HEAD,
@@ -52,7 +52,9 @@ from streambp.known_names import (
     TRLS_TEMPERATURE,
 )
 
-REGION = "_streambp_region"  # attribute of a forward whose code `patch` compiles: the compiled code
+REGION_ATTRIBUTE = (
+    "_streambp_region"  # attribute of a forward whose code `patch` compiles: the compiled code
+)
 
 
 def foreign_forward(
@@ -105,7 +107,7 @@ def wrapped_functions(forward: Any) -> Iterator[Any]:
             forward = forward.func
         elif isinstance(forward, InstanceForward):
             forward = forward.previous  # None continues with the class's forward
-        elif isinstance(forward, Unbound):
+        elif isinstance(forward, UnboundForward):
             return  # streambp's own wrapper of this module
         else:
             yield forward
@@ -149,32 +151,32 @@ def home_of(function: Any) -> str:
 def package_of(function: Any) -> str:
     """Return the top-level package that defines a callable, such as "peft". A partial counts as its
     function."""
-    return home_of(_called(function)).partition(".")[0]
+    return home_of(_unwrap_partials(function)).partition(".")[0]
 
 
 def full_name(function: Any) -> str:
     """Return a callable's qualified name with its module, for messages. A partial counts as its
     function."""
-    function = _called(function)
+    function = _unwrap_partials(function)
     return f"{home_of(function)}.{name_of(function)}"
 
 
-def _called(function: Any) -> Any:
+def _unwrap_partials(function: Any) -> Any:
     """Return the function inside of nested `functools.partial` objects."""
     while isinstance(function, functools.partial):
         function = function.func
     return function
 
 
-def undecorated(function: Any) -> Any:
+def strip_deprecation(function: Any) -> Any:
     """Return the function inside of transformers' deprecation decorators, which release 5.17 puts
     around `sdpa_mask`. A function without these decorators is returned unchanged."""
-    while home_of(function) == DEPRECATION and hasattr(function, "__wrapped__"):
+    while home_of(function) == DEPRECATION_MODULE and hasattr(function, "__wrapped__"):
         function = function.__wrapped__
     return function
 
 
-def eager(forward: Callable[..., Any] | None) -> Callable[..., Any] | None:
+def eager_forward(forward: Callable[..., Any] | None) -> Callable[..., Any] | None:
     """Return the original of a forward that `torch.compile` made; other forwards are returned
     unchanged.
 
@@ -194,17 +196,17 @@ def is_compiled(module: nn.Module) -> bool:
     forward = attributes.get("forward")
     return (
         attributes.get(COMPILED_CALL) is not None
-        or COMPILED in module._modules
-        or (forward is not None and eager(forward) is not forward)
+        or COMPILED_MODULE_ATTRIBUTE in module._modules
+        or (forward is not None and eager_forward(forward) is not forward)
     )
 
 
-def compiled_inside(module: nn.Module) -> list[nn.Module]:
+def compiled_submodules(module: nn.Module) -> list[nn.Module]:
     """Return the compiled modules inside a module."""
     return [inner for inner in module.modules() if inner is not module and is_compiled(inner)]
 
 
-def compiled_around(
+def compiled_module_names(
     model: nn.Module, root: nn.Module | None, layers: list[nn.Module], ours: list[nn.Module]
 ) -> set[str] | None:
     """Return the names of compiled modules outside of the chunked layers that run compiled code.
@@ -241,7 +243,7 @@ def compiled_around(
             continue
         any_compiled = True
         if id(module) in computing and not any(id(inner) in forwards for inner in module.modules()):
-            names.add(name.replace(f"{COMPILED}.", ""))
+            names.add(name.replace(f"{COMPILED_MODULE_ATTRIBUTE}.", ""))
     return names if any_compiled else None
 
 
@@ -258,7 +260,7 @@ def is_region(module: nn.Module) -> bool:
     """True if a module's forward calls code that `patch` has compiled for kernels="compiled"
     (`model/compiled_regions.py`)."""
     forward = module.__dict__.get("forward")
-    return getattr(getattr(forward, "__func__", forward), REGION, None) is not None
+    return getattr(getattr(forward, "__func__", forward), REGION_ATTRIBUTE, None) is not None
 
 
 def name_of(function: Any) -> str:
@@ -272,33 +274,38 @@ def name_of(function: Any) -> str:
 
 torch_own = _VariableFunctions  # torch's functions of C, which no program replaces
 nn_own = _nn
-OF_C = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType, MethodWrapperType)
-HOMES = (torch.nn.functional, torch.functional, torch._tensor, torch.autograd)
+C_FUNCTION_TYPES = (
+    BuiltinFunctionType,
+    MethodDescriptorType,
+    WrapperDescriptorType,
+    MethodWrapperType,
+)
+TORCH_MODULES = (torch.nn.functional, torch.functional, torch._tensor, torch.autograd)
 
 
 # Torch's Python functions and methods that no program replaced, by module and name.
-KEPT = {
+ORIGINAL_FUNCTIONS = {
     (home.__name__, value.__name__): value
-    for home in HOMES
+    for home in TORCH_MODULES
     for value in (*vars(home).values(), *vars(Tensor).values())
     if isinstance(value, FunctionType)
     and value.__globals__ is vars(home)
     and not value.__code__.co_freevars
 }
-OF_PYTHON = vars(torch._tensor)
-METHODS = {
+TENSOR_MODULE_GLOBALS = vars(torch._tensor)
+TENSOR_METHODS = {
     name: value
     for name, value in vars(Tensor).items()
-    if getattr(value, "__globals__", None) is OF_PYTHON
+    if getattr(value, "__globals__", None) is TENSOR_MODULE_GLOBALS
 }
 
 
-def asked_of(func: Any) -> Any:
+def torch_function_of(func: Any) -> Any:
     """Return torch's own function for the argument `func` of `__torch_function__`. The two differ
     if a program has replaced a function of torch by a wrapper: torch then passes the wrapper.
 
-    `__torch_function__` must call `asked_of` directly, because `asked_of` inspects the caller's
-    frames.
+    `__torch_function__` must call `torch_function_of` directly, because `torch_function_of`
+    inspects the caller's frames.
 
     Args:
         func: the argument of `__torch_function__`.
@@ -307,7 +314,7 @@ def asked_of(func: Any) -> Any:
         StreamBPError: `func` replaces several methods of `torch.Tensor`, and torch does not report
             which was called.
     """
-    if isinstance(func, OF_C):
+    if isinstance(func, C_FUNCTION_TYPES):
         return func
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(
@@ -322,7 +329,7 @@ def asked_of(func: Any) -> Any:
             vars(Tensor).get(code.co_name),
         ):
             return func  # an inner function, or a call in another function's name
-        stored = KEPT.get((names["__name__"], code.co_name))
+        stored = ORIGINAL_FUNCTIONS.get((names["__name__"], code.co_name))
         # The function was wrapped before the import. Torch passes all arguments, so defaults are
         # not needed.
         return stored or FunctionType(code, names, code.co_name)
@@ -346,15 +353,17 @@ def rule_name(func: Any) -> str:
 
     Other functions, such as custom operators, get a name for which no rule exists.
     """
-    if isinstance(func, OF_C) or any(
-        getattr(func, "__globals__", None) is vars(home) for home in HOMES
+    if isinstance(func, C_FUNCTION_TYPES) or any(
+        getattr(func, "__globals__", None) is vars(home) for home in TORCH_MODULES
     ):
         return str(func.__name__)
     return f"{getattr(func, '__module__', None)}.{getattr(func, '__qualname__', func)}"
 
 
-def method(name: str) -> Callable[..., Any] | None:
+def tensor_method(name: str) -> Callable[..., Any] | None:
     """Return torch's own method `name` of `torch.Tensor`, even if a program has replaced the
     method; None if there is no such method."""
-    own_method: Callable[..., Any] | None = METHODS.get(name) or getattr(TensorBase, name, None)
+    own_method: Callable[..., Any] | None = TENSOR_METHODS.get(name) or getattr(
+        TensorBase, name, None
+    )
     return own_method

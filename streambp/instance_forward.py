@@ -4,8 +4,8 @@ A wrapper is a plain object stored as `module.forward`. The wrapper refers to it
 pickling the module includes the wrapper, which then refers to the copy. A closure would still run
 the original, and a bound method that the class lacks cannot be pickled. Some libraries split a
 bound method and bind its function again, inside wrappers of their own. These libraries get an
-`Unbound`, which finds the wrapper of the module in its call. A wrapper called with a module as
-first argument acts in the same way, as if it were the function.
+`UnboundForward`, which finds the wrapper of the module in its call. A wrapper called with a module
+as first argument acts in the same way, as if it were the function.
 
 `module.__call__` and all hooks do not change. The class and its name do not change, so that code
 that searches layers by class finds them.
@@ -29,8 +29,8 @@ The wrappers of a patch share one state. A program may copy a part of the module
 `patch` (an EMA of the model inside of DDP, a reference policy out of a wrapper of two models). The
 copy includes the wrappers in that part, and their state. If the state held the other parts, the
 copy would have them too, and the parts would stay alive. The state therefore refers to modules and
-wrappers weakly (`Living`, `Home`). A copied or pickled state refers to none, and each copied
-wrapper enters itself.
+wrappers weakly (`WeakSequence`, `PatchedModuleRef`). A copied or pickled state refers to none, and
+each copied wrapper enters itself.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from streambp.known_names import ACCELERATE_FORWARD, ACCELERATE_HOOK, ACCELERATE
 
 
 @dataclasses.dataclass(eq=False)
-class Use(contextlib.AbstractContextManager["Use"]):
+class ModelAccess(contextlib.AbstractContextManager["ModelAccess"]):
     """Context manager in which a thread may compute with a patched model, for a forward or a
     layer's backward; created by `StepOwner.enter`. Nested uses by the same thread share one object.
     """
@@ -81,13 +81,13 @@ class StepOwner:
     """
 
     lock: Any = dataclasses.field(default_factory=threading.RLock)
-    current: weakref.ref[Use] | None = None
+    current: weakref.ref[ModelAccess] | None = None
 
     def __reduce__(self) -> Any:
         """Return a new lock, not in use, for copy and pickle."""
         return StepOwner, ()
 
-    def enter(self, began: weakref.ref[Use] | None = None) -> Use:
+    def enter(self, began: weakref.ref[ModelAccess] | None = None) -> ModelAccess:
         """Return a context manager in which the calling thread may compute with the model.
 
         Args:
@@ -102,7 +102,7 @@ class StepOwner:
         with self.lock:
             use = None if self.current is None else self.current()
             if use is None or not use.depth:
-                use = Use(self, thread, task)
+                use = ModelAccess(self, thread, task)
                 self.current = weakref.ref(use)
                 return use
             if (
@@ -119,12 +119,12 @@ class StepOwner:
         )
 
 
-WRAPPERS = "_streambp_forwards"  # module attribute: its wrappers, outermost last
-PATCH = "_streambp"  # attribute of the module given to `patch`, removed by `unpatch`
-REDUCES = "__reduce_ex__"  # set to `as_unpatched` on modules with either attribute
+WRAPPERS_ATTRIBUTE = "_streambp_forwards"  # module attribute: its wrappers, outermost last
+PATCH_ATTRIBUTE = "_streambp"  # attribute of the module given to `patch`, removed by `unpatch`
+REDUCE_METHOD = "__reduce_ex__"  # set to `reduce_unpatched` on modules with either attribute
 
 
-class Unbound:
+class UnboundForward:
     """Function of (module, *args) that calls the replacement of the module's forward.
 
     accelerate's mixed precision needs such a function. Mixed precision takes the function out of a
@@ -137,11 +137,11 @@ class Unbound:
         self.__signature__ = signature.replace(parameters=[first, *signature.parameters.values()])
 
     def __call__(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        return self.of(module)(*args, **kwargs)
+        return self.forward_of(module)(*args, **kwargs)
 
-    def of(self, module: nn.Module) -> Any:
+    def forward_of(self, module: nn.Module) -> Any:
         """Return the object that replaces the module's forward (`InstanceForward`)."""
-        return getattr(module, WRAPPERS)[self.index]
+        return getattr(module, WRAPPERS_ATTRIBUTE)[self.index]
 
 
 def check_is_module(model: Any) -> None:
@@ -161,12 +161,12 @@ def forwards(module: nn.Module) -> Iterator[Any]:
     """Yield all callables that are set in place of a module's own forward, outermost first:
     streambp's objects (`InstanceForward`), and wrappers of other libraries that refer to the
     wrapped function."""
-    forward: Any = module.__dict__.get(_slot(module))
+    forward: Any = module.__dict__.get(_forward_attribute(module))
     while forward is not None:
         if isinstance(forward, MethodType):
             forward = forward.__func__
-        if isinstance(forward, Unbound):
-            forward = forward.of(module)
+        if isinstance(forward, UnboundForward):
+            forward = forward.forward_of(module)
         yield forward
         if isinstance(forward, InstanceForward):
             wrapped = None
@@ -192,7 +192,7 @@ def is_fsdp_unit(module: nn.Module) -> bool:
     return FSDP_UNIT in map(operator.attrgetter("__name__"), type(module).__mro__)
 
 
-def _slot(module: nn.Module) -> str:
+def _forward_attribute(module: nn.Module) -> str:
     """Return the name of the attribute to replace: "forward", or accelerate's inner `_old_forward`
     if the model has a device_map."""
     if ACCELERATE_HOOK in module.__dict__:
@@ -200,7 +200,7 @@ def _slot(module: nn.Module) -> str:
     return "forward"
 
 
-def as_unpatched(module: nn.Module, protocol: Any) -> Any:
+def reduce_unpatched(module: nn.Module, protocol: Any) -> Any:
     """Return the result of `__reduce_ex__` for a patched module, without the patch if `torch.save`
     is the caller. Copies and other pickles include the patch.
 
@@ -210,18 +210,20 @@ def as_unpatched(module: nn.Module, protocol: Any) -> Any:
     if sys._getframe(1).f_globals.get("__name__") != torch.serialization.__name__:
         return state_parts
     attributes = {
-        name: value for name, value in state_parts[2].items() if name not in (PATCH, REDUCES)
+        name: value
+        for name, value in state_parts[2].items()
+        if name not in (PATCH_ATTRIBUTE, REDUCE_METHOD)
     }
-    for wrapper in reversed(attributes.pop(WRAPPERS, ())):
-        wrapper.leave(attributes)
+    for wrapper in reversed(attributes.pop(WRAPPERS_ATTRIBUTE, ())):
+        wrapper.remove_from_attributes(attributes)
     return (*state_parts[:2], attributes, *state_parts[3:])
 
 
 def unmark(module: nn.Module) -> None:
     """Remove the `__reduce_ex__` that the patch has set on a module, once nothing else of a patch
     is left on the module."""
-    if WRAPPERS not in module.__dict__ and PATCH not in module.__dict__:
-        module.__dict__.pop(REDUCES, None)
+    if WRAPPERS_ATTRIBUTE not in module.__dict__ and PATCH_ATTRIBUTE not in module.__dict__:
+        module.__dict__.pop(REDUCE_METHOD, None)
 
 
 class InstanceForward:
@@ -245,7 +247,7 @@ class InstanceForward:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.slot = _slot(module)
+        self.slot = _forward_attribute(module)
         self.stood: Callable[..., Any] | None = module.__dict__.get(self.slot)
         self.unwrapped: Any = module.__dict__.get(ACCELERATE_ORIGINAL)
         self.retired = False
@@ -267,8 +269,8 @@ class InstanceForward:
         if bound_to is self.module:
             return self.call(*args[1:], **kwargs)
         # the argument is a copy of the module
-        if bound_to is not None and WRAPPERS in bound_to.__dict__:
-            return bound_to.__dict__[WRAPPERS][self.index].call(*args[1:], **kwargs)
+        if bound_to is not None and WRAPPERS_ATTRIBUTE in bound_to.__dict__:
+            return bound_to.__dict__[WRAPPERS_ATTRIBUTE][self.index].call(*args[1:], **kwargs)
         return self.call(*args, **kwargs)
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
@@ -310,64 +312,66 @@ class InstanceForward:
         return inspect.signature(self.previous or type(self.module).forward.__get__(self.module))
 
     @property
-    def __func__(self) -> Unbound:
-        return Unbound(self.index, self.__signature__)
+    def __func__(self) -> UnboundForward:
+        return UnboundForward(self.index, self.__signature__)
 
     __wrapped__ = __func__  # for libraries that bind the innermost wrapped function
 
     def install(self) -> None:
         """Replace the module's forward, and append this object to the module's list of
         replacements."""
-        wrappers = self.module.__dict__.setdefault(WRAPPERS, [])
+        wrappers = self.module.__dict__.setdefault(WRAPPERS_ATTRIBUTE, [])
         self.index = len(wrappers)
         wrappers.append(self)
         setattr(self.module, self.slot, self)
-        self.module.__dict__.setdefault(REDUCES, functools.partial(as_unpatched, self.module))
+        self.module.__dict__.setdefault(
+            REDUCE_METHOD, functools.partial(reduce_unpatched, self.module)
+        )
 
-    def stands_as(self, forward: Any) -> bool:
+    def is_replacement(self, forward: Any) -> bool:
         """True if `forward`, the value of a module's attribute, is this object or a bound method of
         it."""
         if isinstance(forward, MethodType):
             return (
-                isinstance(forward.__func__, Unbound | InstanceForward)
+                isinstance(forward.__func__, UnboundForward | InstanceForward)
                 and forward.__func__.index == self.index
             )
         return forward is self
 
-    def leave(self, attributes: dict[str, Any]) -> None:
+    def remove_from_attributes(self, attributes: dict[str, Any]) -> None:
         """Remove this object from a copy of the module by changing the copy's attributes: the
         replaced forward is set again.
 
         Args:
             attributes: the copy's `__dict__`.
         """
-        if self.stands_as(attributes.get(self.slot)):
+        if self.is_replacement(attributes.get(self.slot)):
             attributes.pop(self.slot)
             attributes |= {} if self.previous is None else {self.slot: self.previous}
 
     def remove(self) -> None:
         """Restore the replaced forward. If another library has wrapped this forward, the module is
         unchanged, and this forward calls the original from then on (`retired`)."""
-        if not self.stands_as(self.module.__dict__.get(self.slot)):
+        if not self.is_replacement(self.module.__dict__.get(self.slot)):
             self.retired = True
             return
         if self.previous is None:
             del self.module.__dict__[self.slot]
         else:
             setattr(self.module, self.slot, self.previous)
-        wrappers = self.module.__dict__[WRAPPERS]
-        # retired wrappers after it do not move: an `Unbound` may hold their index
+        wrappers = self.module.__dict__[WRAPPERS_ATTRIBUTE]
+        # retired wrappers after it do not move: an `UnboundForward` may hold their index
         if wrappers[-1] is self:
             wrappers.pop()
         if not wrappers:
-            del self.module.__dict__[WRAPPERS]
+            del self.module.__dict__[WRAPPERS_ATTRIBUTE]
         unmark(self.module)
 
 
 T = TypeVar("T")
 
 
-class Living(Sequence[T], Generic[T]):
+class WeakSequence(Sequence[T], Generic[T]):
     """Ordered sequence of weak references, which behaves like a sequence of the objects that still
     exist. A copied or pickled sequence is empty."""
 
@@ -387,7 +391,7 @@ class Living(Sequence[T], Generic[T]):
         return list(self)[index]
 
     def __reduce__(self) -> Any:
-        return Living, ()
+        return WeakSequence, ()
 
     def enter(self, item: T, order: Any) -> None:
         """Insert an object in order.
@@ -399,14 +403,14 @@ class Living(Sequence[T], Generic[T]):
         self._items = [weakref.ref(member) for member in sorted((*self, item), key=order)]
 
 
-class Home:
+class PatchedModuleRef:
     """Weak reference to the module that was passed to `patch`. Calling the object returns the
     module. If that module is deleted, the reference changes to the largest remaining module with a
     replaced forward; None if there is none."""
 
     def __init__(self, module: nn.Module | None = None) -> None:
         self._reference = None if module is None else weakref.ref(module)
-        self._inside = Living[nn.Module]()
+        self._inside = WeakSequence[nn.Module]()
 
     def __call__(self) -> nn.Module | None:
         root = None if self._reference is None else self._reference()
@@ -416,7 +420,7 @@ class Home:
         return root
 
     def __reduce__(self) -> Any:
-        return Home, ()
+        return PatchedModuleRef, ()
 
     @property
     def is_alive(self) -> bool:

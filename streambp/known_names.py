@@ -43,19 +43,19 @@ TOKEN_DIMS = {
 # found by these names, which models outside of transformers use.
 UNTYPED_CACHES = ("past_key_values", "past_key_value", "layer_past")
 # xLSTM and RWKV: argument with the layer's states, returned after its hidden states
-STATE = "state"
-PICKED = "prev_topk_indices"  # GLM 5: [B, T, k], keys picked by an earlier layer
+STATE_ARGUMENT = "state"
+PICKED_KEYS_ARGUMENT = "prev_topk_indices"  # GLM 5: [B, T, k], keys picked by an earlier layer
 # Arguments of backbones, in this order. First come the arguments that identify a token in a tree of
 # prefixes, a replacement of token ids, and further arguments per token [B, T]. Then come arguments
 # in the order of the tokens that another argument marks, and arguments independent of tokens. Last
 # come arguments of language models that select scored tokens.
 SHARED_INPUTS = ("input_ids", "attention_mask", "position_ids")
-EMBEDS = "inputs_embeds"
-PER_TOKEN = ("token_type_ids", "visual_pos_masks")
+EMBEDDINGS_ARGUMENT = "inputs_embeds"
+TOKEN_ARGUMENTS = ("token_type_ids", "visual_pos_masks")
 # Qwen3-VL: for each layer [visual tokens, h]
-IN_ORDER = {"deepstack_visual_embeds": "visual_pos_masks"}
+MARKED_TOKEN_ARGUMENTS = {"deepstack_visual_embeds": "visual_pos_masks"}
 HIDDEN_STATES, ROUTER_LOGITS = "output_hidden_states", "output_router_logits"
-SAYS_NOTHING_OF_TOKENS = (
+TOKEN_INDEPENDENT_ARGUMENTS = (
     "use_cache", HIDDEN_STATES, "output_attentions", ROUTER_LOGITS, "return_dict", "num_items_in_batch",
 )  # fmt: skip
 LABELS = ("labels", "shift_labels")
@@ -66,7 +66,7 @@ NOISY_EMBEDDINGS = "neftune_noise_alpha"
 # Inkling 2 from transformers 5.24 on: [T, T], distance of each query and key, for a bias of each
 # pair
 DISTANCES = "relative_distance"
-PER_KEY = ("alibi", DISTANCES)  # BLOOM, Inkling 2: arguments whose last dimension is the keys
+KEY_ARGUMENTS = ("alibi", DISTANCES)  # BLOOM, Inkling 2: arguments whose last dimension is the keys
 DOCUMENT_IDS = "seq_idx"  # [B, T], the document of each token, for convolutions and Mamba 2's scan
 DOCUMENT_ENDS = (
     "cu_seq_lens_q"  # [documents + 1], where documents end, for FlashAttention and delta rules
@@ -90,14 +90,14 @@ MXFP4_EXPERTS = "Mxfp4GptOssExperts"
 EXPERTS_IMPLEMENTATION = "_experts_implementation_internal"
 # Functions of transformers.integrations that are softmax attention over all keys that a mask
 # allows.
-SOFTMAX = ("sdpa_attention_forward", "flash_attention_forward", "flex_attention_forward")
+SOFTMAX_FUNCTIONS = ("sdpa_attention_forward", "flash_attention_forward", "flex_attention_forward")
 # called by transformers' flash attention; other libraries replace it
 FLASH_FORWARD = "_flash_attention_forward"
 # names that identify a registered hub kernel of flash attention
 HUB_KERNEL = ("flash_attn_forward", "supports_flash_attn")
-MASKING = "transformers.masking_utils"  # module of transformers' own mask functions
+MASKING_MODULE = "transformers.masking_utils"  # module of transformers' own mask functions
 # module of decorators around some transformers functions
-DEPRECATION = "transformers.utils.deprecation"
+DEPRECATION_MODULE = "transformers.utils.deprecation"
 # a model with both is an encoder or a decoder
 MASK_MAKERS = ("create_causal_mask", "create_bidirectional_mask")
 # attention arguments that change values, and are refused
@@ -109,12 +109,12 @@ HAS_TABLE = "has_relative_attention_bias"
 BIAS_TABLE = "relative_attention_bias"
 COMPUTE_BIAS = "compute_bias"
 BUCKETS = "_relative_position_bucket"
-PICKS = "indices"  # attention argument: [B, S, k], an indexer's picked keys for each query
-SINKS = ("s_aux", "sinks")  # attention arguments: [H], logits of one more key
+PICKS_ARGUMENT = "indices"  # attention argument: [B, S, k], an indexer's picked keys for each query
+SINK_ARGUMENTS = ("s_aux", "sinks")  # attention arguments: [H], logits of one more key
 
 # ---- transformers: what layers call on their caches, and how they are built
 
-UPDATE = "update"  # attention that calls this cache method attends over its result
+UPDATE_METHOD = "update"  # attention that calls this cache method attends over its result
 INDEX_UPDATE = "update_index"  # MiniMax M3: cached keys of an indexer that picks blocks
 # Inkling: position of the first query, for a bias of position pairs
 QUERY_OFFSET = "get_query_offset"
@@ -126,7 +126,7 @@ CONV_UPDATE, RECURRENT_UPDATE = "update_conv_state", "update_recurrent_state"
 # Methods that mixers with states call on their cache, or on themselves if they store their states.
 STATE_PROTOCOL = (CONV_UPDATE, RECURRENT_UPDATE, "set_linear_cache", OWN_SCAN)
 # Gemma 3n and 4, config: number of layers that read earlier layers' keys
-SHARES_LAYERS = "num_kv_shared_layers"
+SHARED_LAYER_COUNT = "num_kv_shared_layers"
 SHARED_LAYERS = "shared_layers"  # the layers read through the cache, until 5.5
 INDEXER = "Indexer"  # part of the class name of modules that pick keys in sparse attention
 # Methods that an indexer calls: on its cache, which collects its keys; on its scores, with a bool
@@ -134,7 +134,8 @@ INDEXER = "Indexer"  # part of the class name of modules that pick keys in spars
 INDEXER_CALLS = ("update_indexer", "masked_fill")
 # Methods that identify a forward's cache parameter without an annotation.
 CACHE_CALLS = (
-    UPDATE, SEQUENCE_LENGTH, QUERY_OFFSET, LINEAR_CACHE, CONV_UPDATE, RECURRENT_UPDATE, "set_linear_cache",
+    UPDATE_METHOD, SEQUENCE_LENGTH, QUERY_OFFSET, LINEAR_CACHE, CONV_UPDATE, RECURRENT_UPDATE,
+    "set_linear_cache",
     "update_indexer",
 )  # fmt: skip
 INDEX_HEADS = "n_heads"  # indexer attribute: number of heads with scores
@@ -142,11 +143,17 @@ INDEX_TOPK = "index_topk"  # indexer attribute: number of picked keys per query
 # backbone attributes
 FINAL_NORMS = ("norm", "final_layernorm", "ln_f", "final_norm", "norm_f", "final_layer_norm")
 # read by attention functions
-READ_ALWAYS = ("config", "is_causal", "is_cross_attention", "scaling", "num_key_value_groups")
+ATTENTION_ATTRIBUTES = (
+    "config",
+    "is_causal",
+    "is_cross_attention",
+    "scaling",
+    "num_key_value_groups",
+)
 # layer attributes that trainers switch at any time
-CHECKPOINTING = ("gradient_checkpointing", "_gradient_checkpointing_func")
+CHECKPOINTING_ATTRIBUTES = ("gradient_checkpointing", "_gradient_checkpointing_func")
 # variable of the decorator that adds the config's values, such as use_cache
-FILLED_IN = "args_with_config_defaults"
+CONFIG_DEFAULTS_VARIABLE = "args_with_config_defaults"
 # prefixes of the methods "enable" and "disable"
 CHECKPOINTING_SWITCHES = ("activation_checkpointing_", "gradient_checkpointing_")
 TRAINERS_LOSS = ("compute_loss", "Trainer")  # the method that programs override, and its class
@@ -165,13 +172,16 @@ CONVOLUTION = frozenset({"weight", "bias", "activation"})
 CONVOLUTION_STATE = "conv_state"  # parameter that identifies a convolution of one token
 # For `streambp plan`, which counts kernel allocations, also of kernels that transformers can
 # replace.
-NO_PART_OF_A_STEP = ("_name_or_path", "transformers_version")  # keys of a configuration as a dict
+IRRELEVANT_CONFIG_KEYS = (
+    "_name_or_path",
+    "transformers_version",
+)  # keys of a configuration as a dict
 ROTARY = "apply_rotary_pos_emb"  # function of a modeling file: (q, k, cos, sin) -> rotated (q, k)
 # its first parameters; Gemma 3n, Gemma 4 and GPT-J rotate one tensor
-ROTATED = ("q", "k", "cos", "sin")
+ROTARY_PARAMETERS = ("q", "k", "cos", "sin")
 # Linears of one module that read the same tensor in most models, numbered by set; each call
 # verifies this.
-ONE_INPUT = {
+SHARED_INPUT_LINEARS = {
     "q_proj": 0, "k_proj": 0, "v_proj": 0, "gate_proj": 1, "up_proj": 1, "query": 2, "key": 2, "value": 2,
 }  # fmt: skip
 # MLP attributes; a kernel can fuse activation and product
@@ -179,7 +189,7 @@ GATED_MLP = ("gate_proj", "up_proj", "down_proj", "act_fn")
 # the same with a single product, gate before up
 FUSED_MLP = ("gate_up_proj", "down_proj", "activation_fn")
 ACTIVATIONS = ("act_fn", "activation_fn")  # attributes of an MLP or of experts
-NORM = "RMSNorm"  # ending of the class names of norms with one weight
+NORM_CLASS_SUFFIX = "RMSNorm"  # ending of the class names of norms with one weight
 PLANNED_CONVOLUTION = frozenset({"hidden_states", *CONVOLUTION})
 PLANNED_DELTA_RULE = frozenset(
     {"query", "key", "value", "g", "beta", "chunk_size", "initial_state"}
@@ -201,10 +211,12 @@ KERNEL_IMPORTS = {
 
 # hook tables of a module
 MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-HOOKS = "_hooks"  # end of the names of a module's tables of hooks, state dicts' among them
+HOOK_TABLE_SUFFIX = (
+    "_hooks"  # end of the names of a module's tables of hooks, state dicts' among them
+)
 FORWARD_HOOKS, BACKWARD_HOOKS = MODULE_HOOKS[:2], MODULE_HOOKS[2:]
-WITH_KWARGS = "_forward_pre_hooks_with_kwargs"  # table of hooks with keyword arguments
-SHARD_HERE = "_local_tensor"  # DTensor attribute: this rank's shard
+KWARGS_HOOKS = "_forward_pre_hooks_with_kwargs"  # table of hooks with keyword arguments
+LOCAL_SHARD = "_local_tensor"  # DTensor attribute: this rank's shard
 MODULE_TABLES = ("_parameters", "_buffers", "_modules")  # tables with a module's content
 GLOBAL_HOOKS = (  # tables in torch.nn.modules.module, of hooks on every module
     "_global_forward_hooks",
@@ -218,10 +230,10 @@ UNSEEN_WRITES = frozenset({"data", "numpy", "data_ptr", "set_", "untyped_storage
 # namespaces of torch's collectives
 COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 REPLICATE = "_replicate_for_data_parallel"  # module method called by DataParallel, which is refused
-MOVES = "_apply"  # torch method that moves and casts a module
+APPLY_METHOD = "_apply"  # torch method that moves and casts a module
 # transformers: set at a model's first call, which installs hooks
-CAPTURES = "_output_capturing_hooks_installed"
-COMPILED = "_orig_mod"  # attribute of a module made by `torch.compile`
+CAPTURE_HOOKS_FLAG = "_output_capturing_hooks_installed"
+COMPILED_MODULE_ATTRIBUTE = "_orig_mod"  # attribute of a module made by `torch.compile`
 # attribute of a module compiled by `Module.compile`, otherwise None
 COMPILED_CALL = "_compiled_call_impl"
 COMPILED_FROM = "_torchdynamo_orig_callable"  # attribute of a function made by `torch.compile`
@@ -255,9 +267,9 @@ CONTEXT_PARALLEL_BALANCED = "enable_load_balance"
 
 # ---- DeepSpeed
 
-ENGINES = ("deepspeed",)  # packages whose module hooks gather and reduce parameters
+ENGINE_PACKAGES = ("deepspeed",)  # packages whose module hooks gather and reduce parameters
 Z3_LEAF = "_z3_leaf"  # marks a module that is gathered as one unit. See `distributed/engines.py`.
-PARTITIONED = "ds_id"  # attribute of a parameter that ZeRO-3 manages
+PARTITION_ID = "ds_id"  # attribute of a parameter that ZeRO-3 manages
 FULL_SHAPE = "ds_shape"  # the parameter's shape when gathered
 ZERO_GROUP = "ds_process_group"  # parameter attribute: the ranks that share the parameter
 GRADIENT_HOOKED = "grad_accum"  # attribute of a parameter whose gradient ZeRO-1 and ZeRO-2 wait for
@@ -282,7 +294,7 @@ ULYSSES_GROUP, ULYSSES_ATTENTION, ULYSSES_NOT_IN_EVAL = "process_group", "attn",
 
 # The function that registers hooks on attention under context parallelism; the hooks remove its
 # mask.
-DROPS_MASKS = "_attach_context_parallel_hooks"
+MASK_DROPPING_HOOKS = "_attach_context_parallel_hooks"
 # module attribute: the forward inside its mixed precision
 ACCELERATE_ORIGINAL = "_original_forward"
 # attributes of a module with device_map: its hook, its own forward
@@ -292,7 +304,7 @@ ACCELERATE_HOOK, ACCELERATE_FORWARD = "_hf_hook", "_old_forward"
 
 ALORA_OFFSETS = "alora_offsets"  # passed to modules by hooks; counts tokens from a sequence's end
 # all arguments that peft passes by hooks for a single forward
-FOR_ONE_FORWARD = (ALORA_OFFSETS, "adapter_names")
+PEFT_FORWARD_ARGUMENTS = (ALORA_OFFSETS, "adapter_names")
 CPT_FORWARD = "_cpt_forward"  # the function that computes its own loss from logits
 BASE_LAYER = "base_layer"  # attribute of peft's wrapper: the wrapped module
 # modules of adapted Linears
@@ -315,18 +327,18 @@ TRLS_HEAD = "_fused_forward"  # function made by `add_fused_lm_head`
 TRLS_FORWARD, TRLS_TEMPERATURE, TRLS_IN_FLOAT32, TRLS_OUTPUTS = (
     "original_forward", "temperature", "cast_lm_head_to_fp32", "outputs",
 )  # fmt: skip
-ASKS_TRLS_HEAD = "fused_lm_head"  # argument by which trainers request the head
+FUSED_HEAD_ARGUMENT = "fused_lm_head"  # argument by which trainers request the head
 # optional fields of the head's output
 OPTIONAL_OUTPUTS = ("entropy", "is_top1", "mean_logits", "log_sum_sq_probs")
 # Of trainers that generate: the method that returns a step's micro-batch, and the attribute with a
 # full generation batch.
-PREPARES, ROLLOUTS = "_prepare_inputs", "_buffered_inputs"
-PROMPTS = ("prompt_ids", "prompt_mask")  # [B, P], prompt entries of a batch
+PREPARE_INPUTS, ROLLOUTS = "_prepare_inputs", "_buffered_inputs"
+PROMPT_FIELDS = ("prompt_ids", "prompt_mask")  # [B, P], prompt entries of a batch
 IMAGES_OF_ROWS = "num_images"  # number of images in each row; images are then not row by row
 # ParallelismConfig attributes: the number of ranks that share a sequence
-SPLITS = ("cp_size", "sp_size")
+SPLIT_SIZES = ("cp_size", "sp_size")
 # Settings of GRPOConfig that its subclass for PPO does not use.
-GRPOS_OWN = (
+GRPO_ONLY_SETTINGS = (
     "loss_type",
     "delta",
     "epsilon_high",
@@ -353,7 +365,7 @@ LIGERS_TABLE = "MODEL_TYPE_TO_APPLY_LIGER_FN"  # the functions by a config's mod
 LIGERS_NORM = ("variance_epsilon", "offset", "casting_mode")
 LIGERS_ROUNDINGS = ("llama", "gemma")  # rounding before the product with the weight; after it
 # arguments for parts that streambp replaces elsewhere
-NOT_OF_LAYERS = ("rope", "cross_entropy", "fused_linear_cross_entropy")
+LIGER_OTHER_PARTS = ("rope", "cross_entropy", "fused_linear_cross_entropy")
 
 # ---- bitsandbytes, which the tests' environments need not have
 

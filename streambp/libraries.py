@@ -23,12 +23,16 @@ EXTRAS = {
     "accelerate": "accelerate",
     "liger_kernel": "liger",
 }
-PROGRAMS = {"axolotl": "axolotl", "swift": "ms-swift", "verl": "verl"}
-TESTED = {"torch": (2, 15), "transformers": (5, 24), "trl": (1, 16)}  # newest tested releases
+PROGRAM_DISTRIBUTIONS = {"axolotl": "axolotl", "swift": "ms-swift", "verl": "verl"}
+NEWEST_TESTED_RELEASES = {
+    "torch": (2, 15),
+    "transformers": (5, 24),
+    "trl": (1, 16),
+}  # newest tested releases
 
 
 @contextlib.contextmanager
-def required(library: str) -> Iterator[None]:
+def require_library(library: str) -> Iterator[None]:
     """Context manager around the import of an optional library. An ImportError becomes an error
     with a remedy in its message.
 
@@ -47,7 +51,7 @@ def required(library: str) -> Iterator[None]:
         if library in EXTRAS:
             requirement = f"'{DISTRIBUTION}[{EXTRAS[library]}]'"
         else:
-            requirement = PROGRAMS[library]
+            requirement = PROGRAM_DISTRIBUTIONS[library]
         raise MissingLibraryError(
             f"{library} is not installed. Install it: pip install {requirement}."
         ) from error
@@ -55,14 +59,14 @@ def required(library: str) -> Iterator[None]:
 
 
 def warn_of_untested(*libraries: str) -> None:
-    """Warn if an installed library is newer than the newest release in `TESTED`, with which this
-    project was tested.
+    """Warn if an installed library is newer than the newest release in `NEWEST_TESTED_RELEASES`,
+    with which this project was tested.
 
     Args:
         libraries: import names of the libraries.
     """
     for library in libraries:
-        newest = TESTED.get(library)
+        newest = NEWEST_TESTED_RELEASES.get(library)
         if newest is None:
             continue
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

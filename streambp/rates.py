@@ -29,10 +29,10 @@ from streambp.errors import ConfigError, StreamBPError
 from streambp.fields import check_fields
 from streambp.reporting import reason
 
-DISPATCH = 11e-6  # host seconds for one torch operation
-FIELDS = ("products", "forward", "backward", "bandwidth", "link")
-LINKS = ("peers", "network", "node")
-SLOWEST = 1e-12  # smallest rate, above zero
+DISPATCH_SECONDS = 11e-6  # host seconds for one torch operation
+RATE_FIELDS = ("products", "forward", "backward", "bandwidth", "link")
+LINK_FIELDS = ("peers", "network", "node")
+MIN_RATE = 1e-12  # smallest rate, above zero
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Rates:
     backward: float
     bandwidth: float
     link: float
-    dispatch: float = DISPATCH
+    dispatch: float = DISPATCH_SECONDS
     guess: bool = False
     source: str = ""
     peers: float = 360e9
@@ -72,7 +72,9 @@ class Rates:
     assumed: bool = False
 
     def __post_init__(self) -> None:
-        check_fields(self, node=1, **dict.fromkeys((*FIELDS, "dispatch", *LINKS[:2]), SLOWEST))
+        check_fields(
+            self, node=1, **dict.fromkeys((*RATE_FIELDS, "dispatch", *LINK_FIELDS[:2]), MIN_RATE)
+        )
 
 
 def _row(
@@ -103,7 +105,7 @@ def _row(
     return Rates(name, **fields, guess=guess, source=source)
 
 
-def _by_datasheet(
+def _datasheet_row(
     name: str,
     products: float,
     bandwidth: float,
@@ -119,21 +121,21 @@ def _by_datasheet(
         name: the device's name.
         products: the datasheet's TFLOP/s.
         bandwidth: the datasheet's TB/s.
-        like: key of `SHARES`, the device of similar architecture.
+        like: key of `PEAK_SHARES`, the device of similar architecture.
         link: GB/s to the host.
         peers: GB/s to other GPUs of the node; 0: those of `link`.
         network: GB/s between nodes; 0: those of a slow adapter.
     """
-    shares = SHARES[like]
+    shares = PEAK_SHARES[like]
     flops = [round(share * products) for share in shares]
     source = f"{products:,g} TFLOP/s and {bandwidth:g} TB/s, shares of {like}"
     bandwidth_here = round(MEMORY_SHARE * bandwidth, 2)
-    links = (peers or link, network or SLOW)
+    links = (peers or link, network or NETWORK_RATE)
     return _row(name, flops[0], flops[1], flops[2], bandwidth_here, link, source, True, *links)
 
 
 # shares of dense TFLOP/s: matrix products, attention forward and backward
-SHARES = {
+PEAK_SHARES = {
     "the H200": (0.675, 0.604, 0.546),
     "the H100 PCIe": (0.6, 0.5, 0.45),
     "the A100": (0.8, 0.62, 0.55),
@@ -145,47 +147,48 @@ MEMORY_SHARE = 0.61
 # GB/s each way with both busy. GEN5 was measured on an H200. GEN4 and GEN3 are usual rates of PCIe.
 # GRACE is two thirds of the 450 GB/s between Grace and Hopper.
 GEN5, GEN4, GEN3, GRACE = 48.7, 22.0, 11.0, 300.0
-SLOW = 10.6  # GB/s between nodes
-TABLE = (
+NETWORK_RATE = 10.6  # GB/s between nodes
+RATE_TABLE = (
     _row("H200", 668, 597, 540, 2.94, GEN5, "fitted on four steps of an 8B model; link measured"),
     _row("H100", 668, 597, 540, 2.56, 45.9, "SXM: the H200's compute; bandwidth and link measured on one"),
     _row("H100-PCIe", 454, 378, 340, 1.22, GEN5, "756 TFLOP/s and 2.0 TB/s, the H200's shares with a lower clock", True,
-         GEN5, SLOW),
+         GEN5, NETWORK_RATE),
     _row("A100", 250, 193, 172, 1.24, GEN4, "80 GB: matmul 271 (ml-engineering, MAMF), FlashAttention-2 at most 73 % and "
          "63 % of 312 (its paper), 61 % of 2.04 TB/s", False, 240, 21.2),
     _row("A100-40GB", 250, 193, 172, 0.95, GEN4, "as the A100, 61 % of 1.56 TB/s", False, 240, 21.2),
-    _row("L40S", 217, 181, 163, 0.53, GEN4, "362 TFLOP/s and 0.86 TB/s, shares of the H100 PCIe", True, GEN4, SLOW),
+    _row("L40S", 217, 181, 163, 0.53, GEN4, "362 TFLOP/s and 0.86 TB/s, shares of the H100 PCIe",
+        True, GEN4, NETWORK_RATE),
     _row("RTX4090", 157, 149, 132, 0.61, GEN4, "165 TFLOP/s with float32 sums and 1.008 TB/s, the RTX 5090's shares", True,
-         GEN4, SLOW),
+         GEN4, NETWORK_RATE),
     _row("RTX5090", 210, 189, 168, 1.09, GEN5, "209.5 TFLOP/s (torch.matmul 224), FlashAttention-2 187-191 by others' "
-         "measurements, 61 % of 1.79 TB/s", False, GEN5, SLOW),
+         "measurements, 61 % of 1.79 TB/s", False, GEN5, NETWORK_RATE),
     _row("RTX3090", 64, 60, 53, 0.57, GEN4, "71 TFLOP/s with float32 sums and 0.936 TB/s, the RTX 5090's shares", True,
-         GEN4, SLOW),
+         GEN4, NETWORK_RATE),
     _row("B200", 1530, 1125, 1012, 4.9, GEN5, "2,250 TFLOP/s and 8.0 TB/s, the H200's shares", True, 720),
     _row("MI300X", 653, 457, 327, 3.2, GEN5, "1,307 TFLOP/s (matmul 668: ml-engineering, MAMF) and 5.3 TB/s", True, 358),
-    _by_datasheet("T4", 65, 0.32, "the H100 PCIe", GEN3),  # float16: the T4 has no bfloat16
-    _by_datasheet("L4", 121, 0.3, "the H100 PCIe", GEN4),
-    _by_datasheet("A10G", 70, 0.6, "the A100", GEN4),
-    _by_datasheet("A30", 165, 0.933, "the A100", GEN4),
-    _by_datasheet("A40", 149.7, 0.696, "the A100", GEN4),
-    _by_datasheet("A6000", 154.8, 0.768, "the A100", GEN4),
-    _by_datasheet("L40", 181, 0.864, "the H100 PCIe", GEN4),
-    _by_datasheet("RTX6000Ada", 364, 0.96, "the H100 PCIe", GEN4),
-    _by_datasheet("RTXPRO6000", 504, 1.792, "the H100 PCIe", GEN5),
-    _by_datasheet("RTX4080", 97.5, 0.717, "the RTX 4090", GEN4),
-    _by_datasheet("RTX5070Ti", 87.9, 0.896, "the RTX 4090", GEN5),
-    _by_datasheet("RTX5080", 112.6, 0.96, "the RTX 4090", GEN5),
-    _by_datasheet("H100-NVL", 835, 3.9, "the H100 PCIe", GEN5),
-    _by_datasheet("H20", 148, 4.0, "the H200", GEN5, 360, 42.5),
-    _by_datasheet("GH200", 989, 4.0, "the H200", GRACE, 360, 42.5),
-    _by_datasheet("B300", 2250, 8.0, "the B200", GEN5, 720, 42.5),
-    _by_datasheet("MI325X", 1307, 6.0, "the MI300X", GEN5, 358, 42.5),
-    _by_datasheet("MI355X", 2500, 8.0, "the MI300X", GEN5, 430, 42.5),
+    _datasheet_row("T4", 65, 0.32, "the H100 PCIe", GEN3),  # float16: the T4 has no bfloat16
+    _datasheet_row("L4", 121, 0.3, "the H100 PCIe", GEN4),
+    _datasheet_row("A10G", 70, 0.6, "the A100", GEN4),
+    _datasheet_row("A30", 165, 0.933, "the A100", GEN4),
+    _datasheet_row("A40", 149.7, 0.696, "the A100", GEN4),
+    _datasheet_row("A6000", 154.8, 0.768, "the A100", GEN4),
+    _datasheet_row("L40", 181, 0.864, "the H100 PCIe", GEN4),
+    _datasheet_row("RTX6000Ada", 364, 0.96, "the H100 PCIe", GEN4),
+    _datasheet_row("RTXPRO6000", 504, 1.792, "the H100 PCIe", GEN5),
+    _datasheet_row("RTX4080", 97.5, 0.717, "the RTX 4090", GEN4),
+    _datasheet_row("RTX5070Ti", 87.9, 0.896, "the RTX 4090", GEN5),
+    _datasheet_row("RTX5080", 112.6, 0.96, "the RTX 4090", GEN5),
+    _datasheet_row("H100-NVL", 835, 3.9, "the H100 PCIe", GEN5),
+    _datasheet_row("H20", 148, 4.0, "the H200", GEN5, 360, 42.5),
+    _datasheet_row("GH200", 989, 4.0, "the H200", GRACE, 360, 42.5),
+    _datasheet_row("B300", 2250, 8.0, "the B200", GEN5, 720, 42.5),
+    _datasheet_row("MI325X", 1307, 6.0, "the MI300X", GEN5, 358, 42.5),
+    _datasheet_row("MI355X", 2500, 8.0, "the MI300X", GEN5, 430, 42.5),
 )  # fmt: skip
-DEVICES: Mapping[str, Rates] = {rates.name: rates for rates in TABLE}
-DEFAULT = "H200"
+DEVICES: Mapping[str, Rates] = {rates.name: rates for rates in RATE_TABLE}
+DEFAULT_DEVICE = "H200"
 # GB of the usual device of each size
-USUAL = {
+DEVICE_MEMORY_SIZES = {
     "RTX4080": 16,
     "RTX4090": 24,
     "RTX5090": 32,
@@ -204,7 +207,9 @@ def device_of(memory: int) -> str | None:
     """Return the name of the most usual device with `memory` bytes of memory; None if no device has
     that size. Datasheets give sizes in GB or GiB, so a range of bytes counts as one size."""
     matches = (
-        name for name, size in USUAL.items() if 0.95 * size * 1e9 <= memory <= 1.02 * size * 2**30
+        name
+        for name, size in DEVICE_MEMORY_SIZES.items()
+        if 0.95 * size * 1e9 <= memory <= 1.02 * size * 2**30
     )
     return next(matches, None)
 
@@ -214,7 +219,10 @@ def assumed_rates(memory: int) -> Rates:
     return those of the device with the nearest size."""
     name = device_of(memory)
     if name is None:
-        name = min(USUAL, key=lambda device: abs(math.log(USUAL[device] * 1e9 / max(1, memory))))
+        name = min(
+            DEVICE_MEMORY_SIZES,
+            key=lambda device: abs(math.log(DEVICE_MEMORY_SIZES[device] * 1e9 / max(1, memory))),
+        )
     return dataclasses.replace(DEVICES[name], assumed=True)
 
 
@@ -238,18 +246,18 @@ def rates_of(name: str | Path | Rates) -> Rates:
     """
     if isinstance(name, Rates):
         return name
-    plain_name = _plain(str(name))
+    plain_name = _plain_name(str(name))
     for device, rates in DEVICES.items():
-        if _plain(device) == plain_name:
+        if _plain_name(device) == plain_name:
             return rates
     if Path(name).suffix == ".json" or Path(name).is_file():
         return read_rates(Path(name))
-    matches = difflib.get_close_matches(plain_name, [_plain(device) for device in DEVICES], 1)
+    matches = difflib.get_close_matches(plain_name, [_plain_name(device) for device in DEVICES], 1)
     hint = next(
         (
             f" Did you mean {device}?"
             for device in DEVICES
-            if matches and _plain(device) == matches[0]
+            if matches and _plain_name(device) == matches[0]
         ),
         "",
     )
@@ -259,7 +267,7 @@ def rates_of(name: str | Path | Rates) -> Rates:
     )
 
 
-def _plain(name: str) -> str:
+def _plain_name(name: str) -> str:
     """Return a device's name for comparison, in lower case and without separators."""
     return name.lower().replace("-", "").replace(" ", "").replace("_", "")
 

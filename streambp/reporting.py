@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from streambp.fields import short_repr
 
 T = TypeVar("T")
-LONGEST = 400  # characters of an error in a report
+MAX_ERROR_CHARACTERS = 400  # characters of an error in a report
 
 
 def report_safely(part: Callable[..., T], *args: Any, otherwise: Callable[[str], T]) -> T:
@@ -36,6 +36,6 @@ def reason(error: BaseException) -> str:
         text = f"{type(error).__name__}: {text}"
     else:
         text = type(error).__name__
-    if len(text) <= LONGEST:
+    if len(text) <= MAX_ERROR_CHARACTERS:
         return text
-    return f"{text[:LONGEST]}..."
+    return f"{text[:MAX_ERROR_CHARACTERS]}..."

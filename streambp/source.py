@@ -51,17 +51,17 @@ def with_globals(space: dict[str, Any], decorated: Any) -> FunctionType:
         cells = decorated.__closure__ or ()
     else:
         cells = ()
-    if isinstance(inner, FunctionType) and any(_content(cell) is inner for cell in cells):
+    if isinstance(inner, FunctionType) and any(_cell_content(cell) is inner for cell in cells):
         copy = with_globals(space, inner)
-        closure = tuple(CellType(copy) if _content(cell) is inner else cell for cell in cells)
-        result = _copied(decorated, decorated.__globals__, closure)
+        closure = tuple(CellType(copy) if _cell_content(cell) is inner else cell for cell in cells)
+        result = _copy_function(decorated, decorated.__globals__, closure)
         result.__dict__.update(vars(decorated), __wrapped__=copy)
         return result
     function = undecorate(decorated)
-    return _copied(function, space, function.__closure__)
+    return _copy_function(function, space, function.__closure__)
 
 
-def _content(cell: CellType) -> Any:
+def _cell_content(cell: CellType) -> Any:
     """Return a closure cell's value; None for an empty cell."""
     try:
         return cell.cell_contents
@@ -69,7 +69,7 @@ def _content(cell: CellType) -> Any:
         return None
 
 
-def _copied(
+def _copy_function(
     function: FunctionType, space: dict[str, Any], closure: tuple[CellType, ...] | None
 ) -> FunctionType:
     """Return a copy of a function with other global variables and another closure."""

@@ -15,12 +15,16 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from streambp.errors import StreamBPError
 
-Kind = Literal["floating", "whole", "any"]
-KINDS = {"floating": "a floating tensor", "whole": "a tensor of whole numbers", "any": "a tensor"}
+DtypeKind = Literal["floating", "whole", "any"]
+KIND_TEXTS = {
+    "floating": "a floating tensor",
+    "whole": "a tensor of whole numbers",
+    "any": "a tensor",
+}
 ANY_DIMS = "..."
 
 
-def check_tensors(**specifications: tuple[Any, str, Kind]) -> None:
+def check_tensors(**specifications: tuple[Any, str, DtypeKind]) -> None:
     """Check that arguments are tensors with the expected kind of dtype and the expected dimensions,
     such as "... h" or "B T".
 
@@ -36,13 +40,15 @@ def check_tensors(**specifications: tuple[Any, str, Kind]) -> None:
     for name, (tensor, text, kind) in specifications.items():
         if tensor is None:
             continue
-        shape = _shown(text)
+        shape = _shape_text(text)
         if not isinstance(tensor, Tensor):
             raise StreamBPError(
-                f"{name} is a {type(tensor).__name__}; it must be {KINDS[kind]} {shape}."
+                f"{name} is a {type(tensor).__name__}; it must be {KIND_TEXTS[kind]} {shape}."
             )
-        if not _is_of(tensor.dtype, kind):
-            raise StreamBPError(f"{name} is of {tensor.dtype}; it must be {KINDS[kind]} {shape}.")
+        if not _is_dtype_kind(tensor.dtype, kind):
+            raise StreamBPError(
+                f"{name} is of {tensor.dtype}; it must be {KIND_TEXTS[kind]} {shape}."
+            )
         dims = text.split()
         dims_by_name = []
         for dim in dims:
@@ -71,19 +77,19 @@ def check_tensors(**specifications: tuple[Any, str, Kind]) -> None:
                 )
 
 
-def _is_of(dtype: torch.dtype, kind: Kind) -> bool:
+def _is_dtype_kind(dtype: torch.dtype, kind: DtypeKind) -> bool:
     """True if a dtype belongs to a kind, such as floating or integer."""
     if kind == "floating":
         return dtype.is_floating_point
     return kind == "any" or not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool)
 
 
-def _shown(text: str) -> str:
+def _shape_text(text: str) -> str:
     """Return dimensions such as "B T" in the form of a shape, for an error message."""
     return "[" + ", ".join(text.split()) + "]"
 
 
-def unviewed(result: Tensor, shape: Sequence[int] | None = None) -> Tensor:
+def strip_view(result: Tensor, shape: Sequence[int] | None = None) -> Tensor:
     """Return a tensor [...] with the memory of `result`, which autograd does not treat as a view.
 
     torch refuses in-place operations on a view that a custom autograd Function's forward returns,
@@ -103,11 +109,11 @@ def unviewed(result: Tensor, shape: Sequence[int] | None = None) -> Tensor:
 
 T = TypeVar("T", bound=Tensor)
 # types without inner tensors
-LEAVES = (Tensor, int, float, str, type(None), torch.dtype, torch.device)
+LEAF_TYPES = (Tensor, int, float, str, type(None), torch.dtype, torch.device)
 
 
 @dataclasses.dataclass(frozen=True)
-class Slot:
+class TensorSlot:
     """Placeholder for a tensor in a copy of nested arguments, whose tensors are in a separate list.
 
     Attributes:
@@ -117,20 +123,20 @@ class Slot:
     number: int
 
 
-def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Return a copy of nested lists, tuples and dicts in which each tensor and each `Slot`
+def rebuild(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a copy of nested lists, tuples and dicts in which each tensor and each `TensorSlot`
     placeholder is replaced by change(tensor) or change(slot)."""
-    if isinstance(value, Tensor | Slot):
+    if isinstance(value, Tensor | TensorSlot):
         return change(value)
     if isinstance(value, tuple | list):
-        parts = list(map(rebuilt, value, itertools.repeat(change)))
+        parts = list(map(rebuild, value, itertools.repeat(change)))
         if type(value) in (tuple, list):
             return type(value)(parts)
         return value
     if isinstance(value, Mapping) and hasattr(value, "__setitem__"):
         copied = copy.copy(value)
         for key, part in value.items():
-            copied[key] = rebuilt(part, change)
+            copied[key] = rebuild(part, change)
         return copied
     return value
 
@@ -151,7 +157,7 @@ def replace_attribute(objects: Collection[Any], name: str, values: Iterable[Any]
 
 def tensors_in(value: Any, kind: type[T]) -> list[T]:
     """Return the tensors of type `kind` in nested lists, tuples and dicts."""
-    if isinstance(value, LEAVES):
+    if isinstance(value, LEAF_TYPES):
         return [value] if isinstance(value, kind) else []
     if type(value) in (tuple, list, dict):
         parts = value.values() if type(value) is dict else value
@@ -166,13 +172,13 @@ def tensors_in(value: Any, kind: type[T]) -> list[T]:
     return leaves
 
 
-def changed_arguments(
+def change_arguments(
     args: tuple[Any, ...], kwargs: dict[str, Any], kind: type[T], change: Callable[[T], Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return a call's arguments with `change` applied to all tensors of type `kind`, also in nested
     lists, tuples and dicts."""
     # torch's tree functions are many times slower
-    if all(isinstance(value, LEAVES) for value in (*args, *kwargs.values())):
+    if all(isinstance(value, LEAF_TYPES) for value in (*args, *kwargs.values())):
         positional = tuple([change(value) if isinstance(value, kind) else value for value in args])
         return positional, {
             name: change(value) if isinstance(value, kind) else value

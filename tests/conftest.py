@@ -13,7 +13,7 @@ import torch
 import streambp
 from streambp.attention import prefix
 from streambp.config import StreamConfig
-from streambp.layer import adapted
+from streambp.layer import adapted_linear
 from streambp.model import unpatched
 from streambp.planner import stored_counts
 from tests import device as tested
@@ -22,8 +22,8 @@ from tests.oracle import lift_float32_casts
 
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1").split(",")[0]))
 ROWS = os.environ.get("STREAMBP_TEST_ROWS", "auto")
-SHARING = ROWS != "auto"
-if SHARING:  # in this process, wherever a test does not say otherwise
+SHARES_PREFIXES = ROWS != "auto"
+if SHARES_PREFIXES:  # in this process, wherever a test does not say otherwise
     names = [field.name for field in dataclasses.fields(StreamConfig)]
     pairs = zip(names, StreamConfig.__init__.__defaults__ or (), strict=True)
     StreamConfig.__init__.__defaults__ = tuple(
@@ -35,7 +35,8 @@ def pytest_report_header() -> str:
     """What a failure depends on beside the code."""
     return (
         f"STREAMBP_TEST_SEED={seeds.BASE}, STREAMBP_TEST_ROWS={ROWS}, "
-        f"STREAMBP_TEST_DEVICE_THREAD={int(IN_A_THREAD)}, STREAMBP_TEST_DEVICE={tested.DEVICE}, "
+        f"STREAMBP_TEST_DEVICE_THREAD={int(USES_DEVICE_THREAD)}, "
+        f"STREAMBP_TEST_DEVICE={tested.DEVICE}, "
         f"ATEN_CPU_CAPABILITY={torch.backends.cpu.get_cpu_capability().lower()}, "
         f"OMP_NUM_THREADS={torch.get_num_threads()}"
     )
@@ -93,7 +94,7 @@ def _seeded() -> None:
     seeds.seed_torch()
 
 
-@pytest.fixture(autouse=SHARING)
+@pytest.fixture(autouse=SHARES_PREFIXES)
 def _sees_padding(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests with this mark have rows where others have packed ones: they ask for what packed rows
     do not hand out."""
@@ -119,10 +120,10 @@ def _counted_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stored_counts, "folder", lambda: Path(os.devnull) / "plans")
 
 
-IN_A_THREAD = os.environ.get("STREAMBP_TEST_DEVICE_THREAD", "0") == "1"
+USES_DEVICE_THREAD = os.environ.get("STREAMBP_TEST_DEVICE_THREAD", "0") == "1"
 
 
-@pytest.fixture(autouse=IN_A_THREAD)
+@pytest.fixture(autouse=USES_DEVICE_THREAD)
 def backward_threads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Backward runs in another thread than forward, as on a GPU; the number of the thread, once for
     each call."""
@@ -166,11 +167,11 @@ def attended_chunks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
     """The shapes of x that the operation of adapted Linears was called with."""
     shapes: list[torch.Size] = []
-    real = adapted._forward
+    real = adapted_linear._forward
 
     def forward(*args: Any) -> Any:
         shapes.append(args[2].shape)
         return real(*args)
 
-    monkeypatch.setattr(adapted, "_forward", forward)
+    monkeypatch.setattr(adapted_linear, "_forward", forward)
     return shapes

@@ -12,11 +12,11 @@ import torch
 
 from tests.emulated import backend
 
-ASKED = os.environ.get("STREAMBP_TEST_DEVICE", "cpu")
-WHY_NOT = backend.why_not() if ASKED == backend.NAME else None
-if ASKED == backend.NAME and WHY_NOT is None:
+REQUESTED_DEVICE = os.environ.get("STREAMBP_TEST_DEVICE", "cpu")
+WHY_NOT = backend.why_not() if REQUESTED_DEVICE == backend.NAME else None
+if REQUESTED_DEVICE == backend.NAME and WHY_NOT is None:
     backend.register()
-DEVICE = torch.device("cpu" if WHY_NOT else ASKED)
+DEVICE = torch.device("cpu" if WHY_NOT else REQUESTED_DEVICE)
 EMULATED = DEVICE.type == backend.NAME
 ACCELERATOR = torch.accelerator.current_accelerator() or torch.device("cpu")
 

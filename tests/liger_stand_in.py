@@ -121,7 +121,7 @@ def stand_in(monkeypatch):
         monkeypatch.setitem(sys.modules, name, package)
 
     def applied(model, names=("rms_norm", "swiglu")):
-        with fused_layers._names_put_back(model):
+        with fused_layers._restore_global_names(model):
             parts = {name: name in names for name in ("rms_norm", "swiglu")}
             apply(rope=False, fused_linear_cross_entropy=False, model=model, **parts)
         if "rope" in names:

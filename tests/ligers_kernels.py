@@ -61,14 +61,14 @@ def apply(model, rotation):
     table = getattr(
         importlib.import_module(f"liger_kernel.transformers.{LIGERS_PATCHES}"), LIGERS_TABLE
     )
-    with nullcontext() if rotation else fused_layers._names_put_back(model):
+    with nullcontext() if rotation else fused_layers._restore_global_names(model):
         table[model.config.model_type](model=model, rope=rotation, fused_linear_cross_entropy=False)
 
 
 def compare():
     teach_the_interpreter()
-    chosen_kernels.accelerator = lambda: torch.device("cpu")
-    chosen_kernels.without_driver = lambda kind: None
+    chosen_kernels.kernel_device = lambda: torch.device("cpu")
+    chosen_kernels.why_no_driver = lambda kind: None
     batch = make_batch("plain", length=9, rows=1)
     for family, kernels, settings in CASES:
         stock = zoo.build(family, torch.float32) if family == "qwen3_5_text" else build(family)

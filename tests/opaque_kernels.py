@@ -277,7 +277,7 @@ def layer_forward(over):
     return forward
 
 
-ADDS = {
+RESIDUAL_KERNELS = {
     "add": None,
     "add over x": "x",
     "add over residual": "residual",
@@ -287,7 +287,8 @@ ADDS = {
 
 def install(monkeypatch, model, *kernels):
     """Replace what a model's classes compute, for every model of them, patched or not: "norm",
-    "rotation", "gate", "qkv", "qkv and halves" (of attention's output, in place), one of `ADDS`."""
+    "rotation", "gate", "qkv", "qkv and halves" (of attention's output, in place), one of
+    `RESIDUAL_KERNELS`."""
     module = sys.modules[type(model).__module__]
     gemma = "gemma" in module.__name__
     for name, member in list(vars(module).items()):
@@ -302,7 +303,7 @@ def install(monkeypatch, model, *kernels):
         if name.endswith("Attention") and {"qkv", "qkv and halves"} & set(kernels):
             monkeypatch.setattr(member, "forward", attention_forward)
             monkeypatch.setattr(member, "halves", "qkv and halves" in kernels, raising=False)
-        for kernel, over in ADDS.items():
+        for kernel, over in RESIDUAL_KERNELS.items():
             if kernel in kernels and name.endswith("DecoderLayer"):
                 monkeypatch.setattr(member, "forward", layer_forward(over))
     if "rotation" in kernels:

@@ -95,7 +95,7 @@ def gradients(model: nn.Module, scale: float = 1.0, **batch: Any) -> tuple[Tenso
     return loss.detach(), grads
 
 
-EXACT = 1e-10  # the bar of float64 gradients
+MAX_FLOAT64_ERROR = 1e-10  # the bar of float64 gradients
 
 
 def worst_error(ours: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> float:
@@ -120,7 +120,8 @@ def worst_error(ours: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> 
         assert math.isfinite(difference), name
         if difference:
             worst = max(
-                worst, difference / max(ref.double().norm().item() + rounding / EXACT, 1e-300)
+                worst,
+                difference / max(ref.double().norm().item() + rounding / MAX_FLOAT64_ERROR, 1e-300),
             )
     return worst
 
@@ -157,12 +158,12 @@ def skipped_where_unpatched_fails() -> Iterator[None]:
         )
 
 
-BAR = 1.05  # our error over the unpatched model's own, in the mean over models
+MAX_ERROR_RATIO = 1.05  # our error over the unpatched model's own, in the mean over models
 RESOLUTION = 0.015  # of that mean: the standard error of its logarithm
 FEWEST, MOST = 8, 128
 
 
-def assert_as_precise(errors: Iterable[tuple[float, float]], bar: float = BAR) -> None:
+def assert_as_precise(errors: Iterable[tuple[float, float]], bar: float = MAX_ERROR_RATIO) -> None:
     """On average over models our error is at most `bar` times the unpatched model's own. [Note:
     draws of a noise]
 

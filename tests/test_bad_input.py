@@ -23,7 +23,7 @@ import streambp
 from streambp.admission import entry
 from streambp.admission.probe import Verdict
 from streambp.distributed import context_parallel as distributed_context
-from streambp.distributed.ulysses import SplitOver
+from streambp.distributed.ulysses import SplitGroup
 from streambp.model import split as model_split
 from tests import zoo
 from tests.distributed.one_rank import with_shifted_labels
@@ -358,7 +358,7 @@ def test_torch_context_parallelism(left_out, message, a_group_of_one, monkeypatc
     if left_out == "mesh":
         monkeypatch.setattr(distributed_context, "CONTEXT_PARALLEL_MESH", "a mesh of another name")
     if left_out == "one split":
-        monkeypatch.setattr(model_split, "find_ulysses", lambda implementation: SplitOver(None))
+        monkeypatch.setattr(model_split, "find_ulysses", lambda implementation: SplitGroup(None))
     split = context_parallel(mesh, buffers=list(batch.values()), buffer_seq_dims=[1] * len(batch))
     with split, pytest.raises(streambp.StreamBPError, match=message):
         model(**batch, use_cache=False)

@@ -74,7 +74,7 @@ def test_accelerate_prepares_and_unwraps(order, precision, keep):
         if streamed:
             assert {layer.path for layer in streambp.describe(model).layers} == {"streams"}
             streambp.unpatch(model)
-            assert not streambp.model.installed.is_patched(model)
+            assert not streambp.model.installed_patch.is_patched(model)
         results.append((*use_model(model, bar)[:2], FLOAT32))
         runs.append(results)
     for stock, ours in zip(*runs, strict=True):
@@ -132,7 +132,7 @@ def test_a_forward_that_was_bound_as_a_function(kind):
         tokens, grads, _ = use_model(ours, 0)
         assert torch.equal(tokens, stock[0])
         assert worst_error(grads, stock[1]) <= 1e-10
-        assert streambp.model.installed.is_patched(ours) == patched
+        assert streambp.model.installed_patch.is_patched(ours) == patched
         if patched:
             assert {layer.path for layer in streambp.describe(ours).layers} == {"streams"}
             streambp.unpatch(ours)
@@ -166,7 +166,7 @@ def test_a_file_of_torch_save_has_the_unpatched_model():
 
 def test_nothing_is_left_on_an_unpatched_model():
     stock, ours = build("llama"), streambp.patch(build("llama"), CONFIG)
-    assert instance_forward.REDUCES in ours.__dict__
+    assert instance_forward.REDUCE_METHOD in ours.__dict__
     streambp.unpatch(ours)
     assert [list(module.__dict__) for module in ours.modules()] == [
         list(module.__dict__) for module in stock.modules()
@@ -181,6 +181,6 @@ def test_mutant(mutant, monkeypatch):
             base, "__call__", lambda self, *args, **kwargs: self.call(*args, **kwargs)
         )
     else:
-        monkeypatch.setattr(base, "stands_as", lambda self, forward: forward is self)
+        monkeypatch.setattr(base, "is_replacement", lambda self, forward: forward is self)
     with pytest.raises((AssertionError, TypeError, AttributeError)):
         test_a_forward_that_was_bound_as_a_function("types.MethodType")

@@ -28,11 +28,11 @@ from streambp.recurrent import segments
 from streambp.source import undecorate, with_globals
 from tests import zoo
 from tests.families import make_batch
-from tests.oracle import EXACT, gradients, worst_error
+from tests.oracle import MAX_FLOAT64_ERROR, gradients, worst_error
 from tests.versions import needs_indexers, needs_states
 
 NAMES = ("past_key_values", "past_key_value", "layer_past", "cache_params", "cache")
-NEW = "what_came_before"
+NEW_ARGUMENT_NAME = "what_came_before"
 # One of each carrier: a convolution beside attention, Mamba 2, Mamba, a delta rule, attention over
 # what a cache returns, positions asked of a cache, an indexer.
 FAMILIES = {
@@ -44,15 +44,17 @@ FAMILIES = {
     "llama4_text": (),
     "glm_moe_dsa": (needs_indexers,),
 }
-SAYS = ("as a class", "as text", "not at all", "as something else")
-FAST = {
+ANNOTATION_KINDS = ("as a class", "as text", "not at all", "as something else")
+FAST_CASES = {
     ("lfm2", "as a class"), ("qwen3_next", "as text"), ("bamba", "not at all"), ("falcon", "as something else"),
     ("llama4_text", "not at all"), ("glm_moe_dsa", "as a class"),
 }  # fmt: skip
 CASES = [
-    pytest.param(name, says, marks=[*marks, *([] if (name, says) in FAST else [pytest.mark.full])])
+    pytest.param(
+        name, says, marks=[*marks, *([] if (name, says) in FAST_CASES else [pytest.mark.full])]
+    )
     for name, marks in FAMILIES.items()
-    for says in SAYS
+    for says in ANNOTATION_KINDS
 ]
 
 
@@ -70,7 +72,11 @@ def renaming(function):
     @functools.wraps(function)
     def forward(*args, **kwargs):
         return function(
-            *args, **{NEW if name in NAMES else name: value for name, value in kwargs.items()}
+            *args,
+            **{
+                NEW_ARGUMENT_NAME if name in NAMES else name: value
+                for name, value in kwargs.items()
+            },
         )
 
     return forward
@@ -93,13 +99,15 @@ class Renames(ast.NodeTransformer):
             "not at all": None,
             "as something else": ast.parse("tuple | None", mode="eval").body,
         }
-        return ast.arg(NEW, new_annotations.get(self.says, node.annotation))
+        return ast.arg(NEW_ARGUMENT_NAME, new_annotations.get(self.says, node.annotation))
 
     def visit_keyword(self, node):
-        return ast.keyword(NEW if node.arg in NAMES else node.arg, self.visit(node.value))
+        return ast.keyword(
+            NEW_ARGUMENT_NAME if node.arg in NAMES else node.arg, self.visit(node.value)
+        )
 
     def visit_Name(self, node):
-        return ast.Name(NEW if node.id in NAMES else node.id, node.ctx)
+        return ast.Name(NEW_ARGUMENT_NAME if node.id in NAMES else node.id, node.ctx)
 
 
 def rename(monkeypatch, model, says):
@@ -119,7 +127,7 @@ def rename(monkeypatch, model, says):
         )
         renamed_forward = space["forward"]
         renamed_forward.__qualname__ = forward.__qualname__
-        assert NEW in inspect.signature(renamed_forward).parameters
+        assert NEW_ARGUMENT_NAME in inspect.signature(renamed_forward).parameters
         monkeypatch.setattr(kind, "forward", renaming(renamed_forward))
 
 
@@ -130,7 +138,7 @@ def check(name):
     )
     (expected_loss, expected), (loss, grads) = gradients(stock, **batch), gradients(ours, **batch)
     assert abs(loss - expected_loss) <= 1e-12
-    assert worst_error(grads, expected) <= EXACT
+    assert worst_error(grads, expected) <= MAX_FLOAT64_ERROR
     assert {layer.path for layer in streambp.describe(ours).layers} == {"streams"}
 
 
@@ -145,7 +153,9 @@ def test_layers_stream_whatever_their_caches_are_called(name, says, monkeypatch,
 def test_mutants_turn_it_red(mutant, monkeypatch, float64):
     rename(monkeypatch, zoo.build("bamba"), "as a class" if mutant == "by name" else "not at all")
     if mutant == "by name":
-        by_name = lambda layer: tuple(name for name in stacks._locals(layer) if name in NAMES)  # noqa: E731
+        by_name = lambda layer: tuple(  # noqa: E731
+            name for name in stacks._variables_in_forward(layer) if name in NAMES
+        )
         monkeypatch.setattr(stacks, "cache_arguments", by_name)
     else:
         monkeypatch.setattr(cache_arguments, "_called_as_caches", lambda code: frozenset())
@@ -223,7 +233,7 @@ class Attends(nn.Module):
         return hidden_states if store is None else store.update(hidden_states, hidden_states, 0)[0]
 
 
-class Above(nn.Module):
+class OuterModel(nn.Module):
     def __init__(self):
         super().__init__()
         self.attention = Attends()
@@ -258,7 +268,7 @@ def test_what_takes_a_cache():
     assert cache_parameters(later) == ("of_text", "of_nobody")
     assert cache_parameters(Attends.forward) == ("store",)
     assert cache_parameters(nn.Linear.forward) == cache_parameters(None) == ()
-    assert cache_arguments.cache_arguments(Above()) == ("store",)
+    assert cache_arguments.cache_arguments(OuterModel()) == ("store",)
     assert cache_arguments.cache_arguments(Passes(Attends())) == ("store",)
     assert cache_arguments.cache_arguments(Passes(nn.Linear(1, 1))) == ()
 

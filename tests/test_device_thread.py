@@ -14,13 +14,13 @@ import pytest
 import torch
 
 import streambp
-from streambp.layer import saved
+from streambp.layer import saved_tensors
 from streambp.model import unpatched
-from streambp.offload.costs import AsUnpatched
+from streambp.offload.costs import UnpatchedChoice
 from tests import device_thread, zoo
 from tests.families import LENGTH, build, make_batch, mix_neighbours
 from tests.offload.runs import assert_same
-from tests.offload.test_limits import PLENTY
+from tests.offload.test_limits import AMPLE_BYTES
 from tests.offload.test_unpatched_runs import chooser_of
 from tests.seeds import seed_torch
 from tests.versions import needs_mambas_states
@@ -62,7 +62,7 @@ def compare(model, batch, ran=None, within=None, **settings):
         )
         chooser = chooser_of(patched)
         if chooser is not None:
-            chooser.free = lambda _: PLENTY
+            chooser.free = lambda _: AMPLE_BYTES
         with pytest.MonkeyPatch.context() as patch:
             threads = device_thread.use(patch) if thread else []
             runs.append(steps(patched, within=within, **batch))
@@ -110,9 +110,9 @@ def test_layers_that_run_whole(monkeypatch):
 
 def test_graphs_that_are_kept(monkeypatch):
     decisions = []
-    real = saved.SavedForBackward.choose
+    real = saved_tensors.SavedForBackward.choose
     monkeypatch.setattr(
-        saved.SavedForBackward,
+        saved_tensors.SavedForBackward,
         "choose",
         lambda self, *args: (real(self, *args), decisions.append(self.keeps_graph))[0],
     )
@@ -123,7 +123,7 @@ def test_graphs_that_are_kept(monkeypatch):
 def test_micro_batches_as_unpatched(monkeypatch):
     monkeypatch.setattr(unpatched, "MAX_SHARE_OF_FREE_MEMORY", 0.25)
     patched = compare(build("qwen3", attention_dropout=0.2), make_batch("plain"), chunk_size=LENGTH)
-    assert isinstance(chooser_of(patched).latest, AsUnpatched)
+    assert isinstance(chooser_of(patched).latest, UnpatchedChoice)
     assert patched._streambp.steps.last.over  # the end of backward was seen
 
 
@@ -132,10 +132,10 @@ def test_a_backward_that_raises_is_heeded(monkeypatch, backward_threads):
     monkeypatch.setattr(unpatched, "MAX_SHARE_OF_FREE_MEMORY", 0.25)
     model, batch = build("qwen3"), make_batch("plain")
     streambp.patch(model, streambp.StreamConfig(chunk_size=LENGTH, rows="as_given"))
-    chooser_of(model).free = lambda _: PLENTY
+    chooser_of(model).free = lambda _: AMPLE_BYTES
     steps(model, 2, **batch)
     loss = model(**batch, use_cache=False).loss
-    assert isinstance(chooser_of(model).latest, AsUnpatched)
+    assert isinstance(chooser_of(model).latest, UnpatchedChoice)
 
     def raises(_):
         raise torch.OutOfMemoryError("injected")
@@ -145,7 +145,7 @@ def test_a_backward_that_raises_is_heeded(monkeypatch, backward_threads):
         loss.backward()
     next(iter(model.model.layers)).mlp.down_proj.weight._backward_hooks.clear()
     model(**batch, use_cache=False)
-    assert not isinstance(chooser_of(model).latest, AsUnpatched)
+    assert not isinstance(chooser_of(model).latest, UnpatchedChoice)
     assert backward_threads
 
 

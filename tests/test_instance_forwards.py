@@ -141,4 +141,4 @@ def test_a_compiled_forward_stays_eager():
     around = wrapped(streambp.unpatch(ours).model.layers[1])
     # copied by functools.wraps: it is the forward inside
     assert hasattr(around, "_torchdynamo_orig_callable")
-    assert foreign.eager(around) is around
+    assert foreign.eager_forward(around) is around

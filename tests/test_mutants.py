@@ -4,7 +4,7 @@ covers: admission/trials.py, attention/attend.py, attention/kernels.py, attentio
   attention/masks.py, attention/self_attending.py, attention/prefix.py, attention/spans.py,
   chunks.py, head/blocks.py, head/log_probs.py, head/one_pass.py, head/recipe.py,
   layer/arguments.py, layer/call.py, layer/data_flow.py, layer/function.py, layer/gradients.py,
-  layer/products.py, layer/recompute.py, layer/saved.py, lazy/base.py, losses/masked.py,
+  layer/products.py, layer/recompute.py, layer/saved_tensors.py, lazy/base.py, losses/masked.py,
   model/causal_lm.py, offload/free_memory.py, offload/manager.py, planner/auto.py,
   planner/delta_rules.py, planner/profile.py, sharded/call.py, sharded/layer.py, sharded/shards.py
 """
@@ -27,20 +27,20 @@ from streambp.admission.probe import Verdict
 from streambp.attention import attend, kernels, masks, prefix, spans
 from streambp.attention import kv as keys
 from streambp.attention import self_attending as cached
-from streambp.attention.spans import Block, Kind, Spans
+from streambp.attention.spans import Block, BlockKind, Spans
 from streambp.chunks import ChunkPlan
 from streambp.errors import BackwardError
 from streambp.head import blocks, log_probs, one_pass, recipe
 from streambp.layer import arguments, call, function, products, recompute
-from streambp.layer import saved as kept
-from streambp.lazy import deferred
+from streambp.layer import saved_tensors as kept
+from streambp.lazy import lazy_hidden
 from streambp.losses import masked
 from streambp.model import causal_lm
 from streambp.offload import free_memory, manager
 from streambp.offload.policy import SavesPolicy
 from streambp.planner import count, delta_rules, laws, profile
-from streambp.sharded import attended, shards
 from streambp.sharded import call as sharded_call
+from streambp.sharded import shards, split_attention
 from tests import test_foreign_forwards, test_oracle
 from tests.attention import test_graph_cache, test_merge, test_uneven_chunks
 from tests.distributed import one_rank, test_host, test_shards
@@ -81,7 +81,7 @@ def autocast():
 
 def top_left(task, device, real=kernels._tile):
     block = task.block
-    if block.kind is not Kind.CAUSAL:
+    if block.kind is not BlockKind.CAUSAL:
         return real(task, device)
     return torch.ones(
         block.q1 - block.q0, block.k1 - block.k0, dtype=torch.bool, device=device
@@ -102,7 +102,7 @@ def without_sink_gradient(ctx, grad, real=attend.PrefixAttention.backward):
 def bottom_right_block():
     """A causal block of more keys than queries: queries are aligned to the last keys."""
     q, k, v = torch.randn(1, 1, 3, 8), *torch.randn(2, 1, 1, 5, 8)
-    task = kernels.Task(Block(Kind.CAUSAL, 0, 1, 2, 5, 0, 5), 0.3)
+    task = kernels.Task(Block(BlockKind.CAUSAL, 0, 1, 2, 5, 0, 5), 0.3)
     o, _ = kernels.MATH.forward(q, k, v, task)
     reads = torch.ones(3, 5).tril(2)
     weights = (q @ k.mT * 0.3).masked_fill(reads == 0, -torch.inf).softmax(-1)
@@ -120,7 +120,7 @@ def skips_second(real):
     return method
 
 
-def lose_autocast(self, enabled=True, real=recompute.Autocast.restored):
+def lose_autocast(self, enabled=True, real=recompute.Autocast.restore):
     return contextlib.nullcontext() if enabled else real(self, enabled)
 
 
@@ -173,7 +173,7 @@ def kept_too_long():
 def written_alias():
     name = "written through detach"
     assert test_stand_ins.raises(
-        test_stand_ins.step_of_a_patched_model, test_stand_ins.RAISES[name]
+        test_stand_ins.step_of_a_patched_model, test_stand_ins.RAISING_USES[name]
     )
 
 
@@ -320,8 +320,8 @@ MUTANTS = {
     "a cache that returns no gradient for earlier chunks": (
         prefix.KVBuffer, "grow_accumulators", only_this_chunk, lambda: family("bloom"),
     ),
-    "lose the random state": (device.RandomState, "replayed", no_replay, dropout),
-    "lose autocast": (recompute.Autocast, "restored", lose_autocast, autocast),
+    "lose the random state": (device.RandomState, "replay", no_replay, dropout),
+    "lose autocast": (recompute.Autocast, "restore", lose_autocast, autocast),
     "top-left instead of bottom-right": (kernels, "_tile", top_left, bottom_right_block),
     "keys before the chunk left out": (spans.Tiling, "keys", lambda *_: [], oracle),
     "weights of an empty row": (
@@ -332,14 +332,14 @@ MUTANTS = {
     "ignore the window": (masks, "_from_description", plain_causal, lambda: oracle("mistral")),
     "trust wrong spans": (masks, "agrees", lambda *_: True, dense_mask),
     "saved logsumexp of another chunk": (
-        kept.SavedForBackward, "attended",
-        lambda self, real=kept.SavedForBackward.attended: [
+        kept.SavedForBackward, "take_attention_outputs",
+        lambda self, real=kept.SavedForBackward.take_attention_outputs: [
             dataclasses.replace(a, lse=a.lse + 0.1) for a in real(self) or []
         ],
         lambda: oracle(saves=("attn_out",)),
     ),
     "shadows are the parameters": (
-        recompute.Parameters, "shadowed", real_parameters, test_contract.test_hooks_on_parameters_and_layers_fire_once,
+        recompute.Parameters, "shadow", real_parameters, test_contract.test_hooks_on_parameters_and_layers_fire_once,
     ),
     "always overwrite the gradient": (
         function, "may_overwrite", lambda *_: True, test_contract.test_captured_gradients_keep_their_values,
@@ -382,12 +382,13 @@ MUTANTS = {
     "attention softcap without its derivative": (
         kernels.MathKernel, "backward", of_flat_scores, lambda: family("gemma2"),
     ),
-    "sink left out": (attend, "with_sink", lambda attended, sink: attended, of(family, "gpt_oss")),
+    "sink left out": (attend, "add_sink", lambda attended, sink: attended, of(family, "gpt_oss")),
     "sink without its gradient": (
         attend.PrefixAttention, "backward", staticmethod(without_sink_gradient), of(family, "gpt_oss"),
     ),
     "router outputs without their gradient": (function.BackwardPass, "upstream", only_hidden_states, router_loss),
-    "router outputs of chunks taken for layers": (call, "recording", lambda keys: contextlib.nullcontext({}), router_loss),
+    "router outputs of chunks taken for layers": (call, "record_outputs",
+        lambda keys: contextlib.nullcontext({}), router_loss),
     "shared keys and values without their gradient": (
         function.BackwardPass, "upstream", only_hidden_states, of(family, "gemma3n_text"),
     ),
@@ -404,7 +405,8 @@ MUTANTS = {
         several_blocks,
     ),
     "host memory of other ranks taken": (free_memory, "local_ranks", lambda: 1, shared_memory),
-    "late factor not learnt": (one_pass.Pending, "learn", lambda self, factor: None, expected_scale),
+    "late factor not learnt": (one_pass.PendingGradients, "learn", lambda self, factor: None,
+        expected_scale),
     "inner leaves not reduced": (
         entry.EngineReduce, "apply", lambda hidden_states, reductions: hidden_states, inner_leaves,
     ),
@@ -413,7 +415,8 @@ MUTANTS = {
         entry, "can_stream", lambda call: Verdict(True), test_families.test_convolution_inside_a_layer_is_found,
     ),
     "chunks that end inside of images": (
-        ChunkPlan, "avoiding", lambda self, barriers: self, of(uneven, test_uneven_chunks.check_images),
+        ChunkPlan, "avoid_barriers", lambda self, barriers: self,
+        of(uneven, test_uneven_chunks.check_images),
     ),
     "barriers of the first row alone": (
         masks, "find_barriers",
@@ -430,12 +433,15 @@ MUTANTS = {
     # The planner's, in one block.
     "workspaces left out": (count, "workspace", lambda *_: 0, test_estimates.check_workspaces),
     "gradients that were there are left out": (
-        profile, "static",
-        lambda p, s, real=profile.static: dataclasses.replace(real(p, s), gradients=0.0), test_estimates.check_peak_by_hand,
+        profile, "bytes_between_steps",
+        lambda p, s, real=profile.bytes_between_steps: dataclasses.replace(real(p, s),
+            gradients=0.0),
+        test_estimates.check_peak_by_hand,
     ),
     "experts divided like the rest": (
-        profile, "static",
-        lambda p, s, real=profile.static: real(p, dataclasses.replace(s, expert_parallel=1)),
+        profile, "bytes_between_steps",
+        lambda p, s, real=profile.bytes_between_steps: real(p, dataclasses.replace(s,
+                expert_parallel=1)),
         test_estimates.check_static_by_hand,
     ),
     "host memory without limit": (
@@ -445,9 +451,10 @@ MUTANTS = {
         laws.Law, "at", lambda law, step, total=0.0, real=laws.Law.at: real(law._replace(chunks=0.0), step, total),
         test_estimates.check_peak_by_hand,
     ),
-    "a delta rule in smaller blocks": (delta_rules, "BLOCK", 32, test_mixers.check_kept),
+    "a delta rule in smaller blocks": (delta_rules, "BLOCK_TOKENS", 32, test_mixers.check_kept),
     "a backward without its states": (
-        delta_rules.Blocks, "states", delta_rules.Blocks.state, test_mixers.check_peaks,
+        delta_rules.DeltaRuleSizes, "states", delta_rules.DeltaRuleSizes.state,
+        test_mixers.check_peaks,
     ),
     "the smallest chunks are the best": (
         profile.Method, "counts_chunks", False, test_plans.check_longest_with_states,
@@ -471,7 +478,8 @@ MUTANTS = {
         test_merge.test_nothing_read_at_all,
     ),
     "queries' gradient of the last block alone": (
-        attend.SummedQueries, "add", lambda self, number, dq: setattr(self, "_sum", dq.transpose(1, 2)),
+        attend.QueryGradientSum, "add", lambda self, number,
+        dq: setattr(self, "_sum", dq.transpose(1, 2)),
         of(graph_cache, "plain"),
     ),
     "accumulators that stay behind": (keys.KVTiles, "_leave", leave_without_sums, streamed_prefix),
@@ -492,23 +500,28 @@ MUTANTS = {
         function.BackwardPass, "add", second_half_alone, split,
     ),
     "half after attention without its gradient of o": (
-        attended.AttendedAtOnce, "store_gradients",
-        lambda self, chunk, _, real=attended.AttendedAtOnce.store_gradients: real(self, chunk, [None]),
+        split_attention.AllQueriesAttention, "store_gradients",
+        lambda self, chunk, _, real=split_attention.AllQueriesAttention.store_gradients: real(self,
+            chunk, [None]),
         split,
     ),
     "split: leave out every product": (sharded_call, "_unread_in_halves", leave_out_everything, split),
     "split: saved logsumexp of another chunk": (
-        attended, "Attended", lambda o, lse: prefix.Attended(o, lse + 0.1), lambda: split(saves=("attn_out",)),
+        split_attention, "AttentionOutput", lambda o, lse: prefix.AttentionOutput(o, lse + 0.1),
+        lambda: split(saves=("attn_out",)),
     ),
-    "split: ignore the window": (sharded_call, "resolve_whole", without_window, lambda: split("gemma3")),
+    "split: ignore the window": (sharded_call, "resolve_full_mask", without_window,
+        lambda: split("gemma3")),
     "split: ignore packing": (shards, "spans_of_tokens", without_packing, lambda: split(mode="packed")),
     "a stand-in's gradient goes nowhere": (
-        deferred.GradientSink, "backward", staticmethod(lambda ctx, *_: (None,) * len(ctx.needs_input_grad)), fused_loss,
+        lazy_hidden.GradientSink, "backward", staticmethod(lambda ctx, *_: (None,
+                ) * len(ctx.needs_input_grad)), fused_loss,
     ),
     "other libraries' forwards taken for transformers'": (causal_lm, "foreign_of_class", lambda *_: None, foreign_forward),
-    "weights that changed since a hook kept what they made": (deferred.LazyHidden, "check", lambda *_: None, kept_too_long),
+    "weights that changed since a hook kept what they made": (lazy_hidden.LazyHidden, "check",
+        lambda *_: None, kept_too_long),
     "writes to what shares memory with logits unseen": (
-        deferred.SharedMemory, "track_alias", lambda self, tensor: None, written_alias,
+        lazy_hidden.SharedWriteCount, "track_alias", lambda self, tensor: None, written_alias,
     ),
     "final norm left out": (
         recipe, "make_inputs",
@@ -517,7 +530,7 @@ MUTANTS = {
 }  # fmt: skip
 
 
-OF_SHARED_KEYS = "shared keys and values without their gradient"
+SHARED_KEYS_MUTANT = "shared keys and values without their gradient"
 
 
 @functools.cache
@@ -530,7 +543,9 @@ def green(check):
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=needs_sharing_without_cache) if name == OF_SHARED_KEYS else name
+        pytest.param(name, marks=needs_sharing_without_cache)
+        if name == SHARED_KEYS_MUTANT
+        else name
         for name in MUTANTS
     ],
 )
@@ -556,7 +571,7 @@ def test_merging_empty_blocks_needs_its_guard(monkeypatch):
     batch = make_batch("left-padded")
     batch["attention_mask"][:, 12] = 0
     batch["labels"][:, 12:14] = -100
-    monkeypatch.setattr(masks, "SCAN", 4)
+    monkeypatch.setattr(masks, "SCAN_TILE_SIZE", 4)
     monkeypatch.setattr(
         kernels.MATH,
         "tiling",

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from streambp.device import is_accelerator, tells_memory
+from streambp.device import is_accelerator, reports_memory
 
 SOURCE = Path(__file__).parents[1] / "streambp"
 
@@ -25,7 +25,7 @@ TARGET = "names what is counted for; no device is asked"
 TEXT = "a word of an error, of an option or of an attribute"
 PLACES = {
     CUDAS: """
-        accumulate.py:_sums_inside
+        accumulate.py:_can_sum_in_float32
         attention/backend.py:platform_of
         attention/rules.py:why_not_cudnn
         attention/rules.py:why_not_efficient
@@ -34,22 +34,22 @@ PLACES = {
         attention/triton_merge.py:fits_triton
         attention/triton_merge.py:merge_in_triton
         device.py:allocator_count
-        device.py:counted_bytes
+        device.py:allocator_bytes
         device.py:memory_limit
-        device.py:products_rounded_to
-        device.py:tells_memory
-        head/triton_fold.py:on_device
-        head/triton_fold.py:serves
+        device.py:matmul_dtype
+        device.py:reports_memory
+        head/triton_fold.py:use_device
+        head/triton_fold.py:supports_kernels
         model/describe.py:_describe_attention
         offload/engines.py:AcceleratorEngine._reserve
-        planner/auto.py:rates_here
+        planner/auto.py:rates_of_device
         planner/measure.py:compare_step
     """,
     TARGET: """
         cli/runs.py:_notes
         cli/runs.py:_write_page
         planner/auto.py:_skeleton
-        planner/counted.py:CountRequest
+        planner/profile_cache.py:CountRequest
         planner/estimate.py:estimate
         planner/layer_costs.py:
         planner/measure.py:compare_default
@@ -58,7 +58,7 @@ PLACES = {
         planner/skeleton.py:Skeleton.__init__
         planner/skeleton.py:Skeleton._fused_elsewhere
         planner/stored_counts.py:key_of
-        planner/survey.py:Counter._prepared
+        planner/survey.py:Counter._prepare
         planner/tree.py:_activations
         verify/random_model.py:random_model
     """,
@@ -148,4 +148,4 @@ def test_a_new_place_is_found(new):
 def test_the_host_is_no_accelerator():
     for device in (torch.device("cpu"), torch.device("meta")):
         assert not is_accelerator(device)
-        assert not tells_memory(device)
+        assert not reports_memory(device)

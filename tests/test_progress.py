@@ -126,10 +126,10 @@ def closed(patch):
     patch.setattr(progress.sys, "stderr", stream)
 
 
-QUIET = (off_terminal, other_rank, other_rank_without_a_variable, no_stream, closed)
+SILENT_CASES = (off_terminal, other_rank, other_rank_without_a_variable, no_stream, closed)
 
 
-@pytest.mark.parametrize("why", QUIET)
+@pytest.mark.parametrize("why", SILENT_CASES)
 def test_a_step_is_quiet_where_nobody_looks(why, terminal):
     with pytest.MonkeyPatch.context() as patch:
         why(patch)

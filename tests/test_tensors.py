@@ -140,6 +140,6 @@ def array(numbers):
 
 
 def test_a_check_that_lets_kinds_through_is_found(monkeypatch):
-    monkeypatch.setattr(tensors, "_is_of", lambda dtype, kind: True)
+    monkeypatch.setattr(tensors, "_is_dtype_kind", lambda dtype, kind: True)
     with pytest.raises((AssertionError, RuntimeError, pytest.fail.Exception)):
         test_what_does_not_fit_is_refused_by_name(token_log_probs, "labels")

@@ -21,10 +21,10 @@ from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaAttent
 from transformers.models.lfm2 import modeling_lfm2
 from transformers.models.rembert import modeling_rembert
 
-from streambp.accumulate import RUNS_WITHOUT_DATA
+from streambp.accumulate import HAS_ADDMM_DTYPE
 
-NOW = version.parse(transformers.__version__)
-STATES_IN_CHUNKS = version.parse("5.15") <= NOW
+TRANSFORMERS_VERSION = version.parse(transformers.__version__)
+STATES_IN_CHUNKS = version.parse("5.15") <= TRANSFORMERS_VERSION
 needs_states = pytest.mark.skipif(
     not STATES_IN_CHUNKS,
     reason="before transformers 5.15 mixers go on from a state with a single token only: their layers run whole",
@@ -34,13 +34,13 @@ needs_mambas_states = pytest.mark.skipif(
     reason="before transformers 5.15 Mamba keeps no states where streambp can give it one: it is refused",
 )
 needs_diffllamas_calls = pytest.mark.skipif(
-    version.parse("5.15") > NOW,
+    version.parse("5.15") > TRANSFORMERS_VERSION,
     reason="before transformers 5.15 DiffLlama attends by itself, not through the interface",
 )
 # its rotary embedding gives float32, unpatched as well
-NOT_IN_FLOAT64 = ("phimoe",) if version.parse("5.23") > NOW else ()
+NOT_IN_FLOAT64 = ("phimoe",) if version.parse("5.23") > TRANSFORMERS_VERSION else ()
 # Its experts asked the host how many tokens each of them got.
-ROUTING_LOOKED_AT = (
+ROUTING_VERSIONS = (
     ("aria_text",) if "tokens_per_expert.cpu()" in inspect.getsource(modeling_aria) else ()
 )
 # With or without: what the layers of a hybrid are said to do.
@@ -60,7 +60,7 @@ needs_falcons_documents = pytest.mark.skipif(
     reason="before transformers 5.17 Falcon-H1 tells its mixers nothing of packed rows",
 )
 needs_positions_in_layers = pytest.mark.skipif(
-    version.parse("5.24") <= NOW,
+    version.parse("5.24") <= TRANSFORMERS_VERSION,
     reason="from transformers 5.24 on GPT-J's layers are given cosines and sines, and no layer reads positions",
 )
 # The field of an output that holds the cache.
@@ -105,7 +105,7 @@ LONGROPE_BY_KIND_FAILS = 'hasattr(self, f"{layer_type}_long_inv_freq")' in inspe
     modeling_rope_utils
 )
 needs_counted_versions = pytest.mark.skipif(
-    version.parse("5.20") > NOW,
+    version.parse("5.20") > TRANSFORMERS_VERSION,
     reason="limits are counted with the newest transformers; with older ones a step looks at more of a model",
 )
 needs_names_in_graphs = pytest.mark.skipif(
@@ -120,5 +120,5 @@ TRAINER_DIVIDES_TWICE = '["num_steps"] = 1' not in inspect.getsource(
 
 # On meta: a product of half-precision factors, added to a sum in float32.
 SUM_WITHOUT_DATA = (
-    torch.ops.aten.addmm.dtype_out if RUNS_WITHOUT_DATA else torch.ops.aten.addmm_.default
+    torch.ops.aten.addmm.dtype_out if HAS_ADDMM_DTYPE else torch.ops.aten.addmm_.default
 )

@@ -3,7 +3,7 @@ model in float64.
 
 Every program runs twice, on an unpatched model and on one that it patches itself. Its outcome is
 `exact` (all gradients within 1e-10, all layers stream), `exact, whole` (the same, but a layer runs
-under a checkpoint), `raises NAME`, or `WRONG`, which a crash counts as. The table in
+under a checkpoint), `raises NAME`, or `OUTCOME_WRONG`, which a crash counts as. The table in
 docs/explanation/exactness.md lists them: `python scripts/exactness_table.py` writes it,
 `tests/model/test_what_programs_do.py` compares.
 """
@@ -39,11 +39,11 @@ import streambp
 from streambp.integrations import optimizer_in_backward
 from tests import zoo
 from tests.families import LENGTH, build, make_batch
-from tests.oracle import EXACT, worst_error
+from tests.oracle import MAX_FLOAT64_ERROR, worst_error
 from tests.seeds import seed_others, seed_torch, seeded
 
 CHUNK = 5
-WRONG = "WRONG"
+OUTCOME_WRONG = "WRONG"
 
 
 class Trial:
@@ -134,19 +134,23 @@ def outcome(program: Program) -> tuple[str, str]:
         also = ", as unpatched" if expected is None else ""
         return f"raises {type(error).__name__}{also}", str(error)
     except Exception as error:
-        return f"{WRONG} ({type(error).__name__})", str(error)
+        return f"{OUTCOME_WRONG} ({type(error).__name__})", str(error)
     grads = ours.gradients()
-    if expected is None or grads.keys() != expected.keys() or worst_error(grads, expected) > EXACT:
-        return WRONG, ""
+    if (
+        expected is None
+        or grads.keys() != expected.keys()
+        or worst_error(grads, expected) > MAX_FLOAT64_ERROR
+    ):
+        return OUTCOME_WRONG, ""
     streams = all(layer.path == "streams" for layer in streambp.describe(ours.model).layers)
     return ("exact" if streams else "exact, whole"), ""
 
 
-BEFORE = "before patch"
-AFTER = "after patch"
-BETWEEN = "between two steps"
-WITHIN = "between forward and backward"
-DURING = "during the step"
+BEFORE_PATCH = "before patch"
+AFTER_PATCH = "after patch"
+BETWEEN_STEPS = "between two steps"
+BETWEEN_FORWARD_AND_BACKWARD = "between forward and backward"
+DURING_STEP = "during the step"
 
 
 # Forwards of the layer and of modules inside.
@@ -156,28 +160,28 @@ def halved(forward: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args, **kwargs: forward(*args, **kwargs) * 0.5
 
 
-@program(BEFORE, "replaces `layer.forward` on the instance")
+@program(BEFORE_PATCH, "replaces `layer.forward` on the instance")
 def _(t: Trial) -> None:
     t.layer.forward = halved(t.layer.forward)
     t.patch()
     t.step()
 
 
-@program(AFTER, "replaces `layer.forward` on the instance")
+@program(AFTER_PATCH, "replaces `layer.forward` on the instance")
 def _(t: Trial) -> None:
     t.patch()
     t.layer.forward = halved(t.layer.forward)
     t.step()
 
 
-@program(BEFORE, "replaces `layer.mlp.forward` on the instance")
+@program(BEFORE_PATCH, "replaces `layer.mlp.forward` on the instance")
 def _(t: Trial) -> None:
     t.layer.mlp.forward = halved(t.layer.mlp.forward)
     t.patch()
     t.step()
 
 
-@program(BETWEEN, "replaces `layer.mlp.forward` on the instance")
+@program(BETWEEN_STEPS, "replaces `layer.mlp.forward` on the instance")
 def _(t: Trial) -> None:
     t.patch()
     t.step()
@@ -185,7 +189,7 @@ def _(t: Trial) -> None:
     t.step()
 
 
-@program(WITHIN, "replaces `layer.mlp.forward` on the instance")
+@program(BETWEEN_FORWARD_AND_BACKWARD, "replaces `layer.mlp.forward` on the instance")
 def _(t: Trial) -> None:
     t.patch()
     t.step()
@@ -195,7 +199,7 @@ def _(t: Trial) -> None:
     loss.backward()
 
 
-@program(BETWEEN, "replaces the forward of the layers' class by one without its signature")
+@program(BETWEEN_STEPS, "replaces the forward of the layers' class by one without its signature")
 def _(t: Trial) -> None:
     t.patch()
     t.step()
@@ -208,7 +212,7 @@ def _(t: Trial) -> None:
         kind.forward = forward
 
 
-@program(BETWEEN, "replaces an activation module by another")
+@program(BETWEEN_STEPS, "replaces an activation module by another")
 def _(t: Trial) -> None:
     t.patch()
     t.step()
@@ -216,7 +220,7 @@ def _(t: Trial) -> None:
     t.step()
 
 
-@program(WITHIN, "replaces an activation module by another")
+@program(BETWEEN_FORWARD_AND_BACKWARD, "replaces an activation module by another")
 def _(t: Trial) -> None:
     t.patch()
     t.step()
@@ -238,21 +242,21 @@ class Shifted(nn.Module):
         return self.inner(x + 0.5 * shifted)
 
 
-@program(BEFORE, "puts a module in a layer that mixes neighbouring tokens")
+@program(BEFORE_PATCH, "puts a module in a layer that mixes neighbouring tokens")
 def _(t: Trial) -> None:
     t.layer.mlp = Shifted(t.layer.mlp, 1)
     t.patch()
     t.step()
 
 
-@program(BEFORE, "puts a module in a layer that mixes tokens 16 apart")
+@program(BEFORE_PATCH, "puts a module in a layer that mixes tokens 16 apart")
 def _(t: Trial) -> None:
     t.layer.mlp = Shifted(t.layer.mlp, 16)
     t.patch()
     t.step()
 
 
-@program(BETWEEN, "puts a module in a layer that mixes neighbouring tokens")
+@program(BETWEEN_STEPS, "puts a module in a layer that mixes neighbouring tokens")
 def _(t: Trial) -> None:
     t.patch()
     t.step()
@@ -260,7 +264,7 @@ def _(t: Trial) -> None:
     t.step()
 
 
-@program(BETWEEN, "puts a module in a layer that works token by token")
+@program(BETWEEN_STEPS, "puts a module in a layer that works token by token")
 def _(t: Trial) -> None:
     t.patch()
     t.step()
@@ -268,7 +272,7 @@ def _(t: Trial) -> None:
     t.step()
 
 
-@program(BETWEEN, "replaces a whole decoder layer by a copy that is not patched")
+@program(BETWEEN_STEPS, "replaces a whole decoder layer by a copy that is not patched")
 def _(t: Trial) -> None:
     plain = copy.deepcopy(t.layer)
     t.patch()
@@ -280,21 +284,21 @@ def _(t: Trial) -> None:
 # Hooks.
 
 
-@program(BEFORE, "hooks a module inside: the hook only looks")
+@program(BEFORE_PATCH, "hooks a module inside: the hook only looks")
 def _(t: Trial) -> None:
     t.layer.mlp.register_forward_hook(lambda m, args, out: float(out.detach().norm()) and None)
     t.patch()
     t.step()
 
 
-@program(BEFORE, "hooks a module inside: the hook scales the output")
+@program(BEFORE_PATCH, "hooks a module inside: the hook scales the output")
 def _(t: Trial) -> None:
     t.layer.mlp.register_forward_hook(lambda m, args, out: out * 0.5)
     t.patch()
     t.step()
 
 
-@program(BETWEEN, "hooks a module inside: the hook scales the output")
+@program(BETWEEN_STEPS, "hooks a module inside: the hook scales the output")
 def _(t: Trial) -> None:
     t.patch()
     t.step()
@@ -302,7 +306,7 @@ def _(t: Trial) -> None:
     t.step()
 
 
-@program(BETWEEN, "takes such a hook away, or puts another in its place")
+@program(BETWEEN_STEPS, "takes such a hook away, or puts another in its place")
 def _(t: Trial) -> None:
     handle = t.layer.mlp.register_forward_hook(lambda m, args, out: out * 0.5)
     t.patch()
@@ -312,7 +316,9 @@ def _(t: Trial) -> None:
     t.step()
 
 
-@program(WITHIN, "takes such a hook away (a `with` block around the forward alone)")
+@program(
+    BETWEEN_FORWARD_AND_BACKWARD, "takes such a hook away (a `with` block around the forward alone)"
+)
 def _(t: Trial) -> None:
     t.patch()
     t.step()
@@ -323,7 +329,7 @@ def _(t: Trial) -> None:
     loss.backward()
 
 
-@program(WITHIN, "adds such a hook")
+@program(BETWEEN_FORWARD_AND_BACKWARD, "adds such a hook")
 def _(t: Trial) -> None:
     t.patch()
     t.step()
@@ -333,7 +339,7 @@ def _(t: Trial) -> None:
     loss.backward()
 
 
-@program(WITHIN, "changes a number that such a hook closes over")
+@program(BETWEEN_FORWARD_AND_BACKWARD, "changes a number that such a hook closes over")
 def _(t: Trial) -> None:
     scale = 0.5
 
@@ -349,7 +355,7 @@ def _(t: Trial) -> None:
     loss.backward()
 
 
-NUMBERS = {"scale": 1.0, "one": 0.0}  # a program's globals
+PROGRAM_GLOBALS = {"scale": 1.0, "one": 0.0}  # a program's globals
 
 
 @contextlib.contextmanager
@@ -364,31 +370,34 @@ def until_backward(
     t.step()
     t.clear()
     loss = t.forward()
-    NUMBERS.update(numbers)
+    PROGRAM_GLOBALS.update(numbers)
     try:
         yield loss
     finally:
-        NUMBERS.update(scale=1.0, one=0.0)
+        PROGRAM_GLOBALS.update(scale=1.0, one=0.0)
 
 
-@program(WITHIN, "changes a number in a global, which a module inside reads")
+@program(BETWEEN_FORWARD_AND_BACKWARD, "changes a number in a global, which a module inside reads")
 def _(t: Trial) -> None:
-    with until_backward(t, lambda mlp, x: mlp(x) * NUMBERS["scale"], scale=0.5) as loss:
+    with until_backward(t, lambda mlp, x: mlp(x) * PROGRAM_GLOBALS["scale"], scale=0.5) as loss:
         loss.backward()
 
 
-@program(WITHIN, "changes a number in a global, which a module inside adds to one token")
+@program(
+    BETWEEN_FORWARD_AND_BACKWARD,
+    "changes a number in a global, which a module inside adds to one token",
+)
 def _(t: Trial) -> None:
     def forward(mlp: Any, x: Tensor) -> Tensor:
         one_hot = torch.nn.functional.one_hot(torch.tensor(1), x.shape[1]).to(x)
-        return mlp(x + NUMBERS["one"] * one_hot[None, :, None])  # type: ignore[no-any-return]
+        return mlp(x + PROGRAM_GLOBALS["one"] * one_hot[None, :, None])  # type: ignore[no-any-return]
 
     with until_backward(t, forward, one=0.5) as loss:
         loss.backward()
 
 
 @program(
-    WITHIN,
+    BETWEEN_FORWARD_AND_BACKWARD,
     "replaces a function that a modeling file holds (`apply_rotary_pos_emb`), around the forward "
     "alone",
 )
@@ -407,7 +416,7 @@ def _(t: Trial) -> None:
     loss.backward()
 
 
-@program(WITHIN, "makes a step of a fused optimizer, which marks no change")
+@program(BETWEEN_FORWARD_AND_BACKWARD, "makes a step of a fused optimizer, which marks no change")
 def _(t: Trial) -> None:
     t.patch()
     optimizer = torch.optim.AdamW(t.model.parameters(), fused=True)
@@ -419,7 +428,7 @@ def _(t: Trial) -> None:
     loss.backward()
 
 
-@program(WITHIN, "writes to a parameter's `.data`")
+@program(BETWEEN_FORWARD_AND_BACKWARD, "writes to a parameter's `.data`")
 def _(t: Trial) -> None:
     t.patch()
     t.step()
@@ -434,14 +443,16 @@ def steer(t: Trial) -> Any:
     return lambda m, args, out: out + t.extra["steer"]
 
 
-@program(BEFORE, "trains a tensor through a hook inside, in layers that train")
+@program(BEFORE_PATCH, "trains a tensor through a hook inside, in layers that train")
 def _(t: Trial) -> None:
     t.layer.mlp.register_forward_hook(steer(t))
     t.patch()
     t.step()
 
 
-@program(BEFORE, "trains a tensor through a hook inside, in a frozen model with a trained head")
+@program(
+    BEFORE_PATCH, "trains a tensor through a hook inside, in a frozen model with a trained head"
+)
 def _(t: Trial) -> None:
     t.layer.mlp.register_forward_hook(steer(t))
     t.model.model.requires_grad_(False)
@@ -449,7 +460,7 @@ def _(t: Trial) -> None:
     t.step()
 
 
-@program(WITHIN, "takes away a hook through which a tensor trains")
+@program(BETWEEN_FORWARD_AND_BACKWARD, "takes away a hook through which a tensor trains")
 def _(t: Trial) -> None:
     t.patch()
     t.step()
@@ -466,7 +477,10 @@ def turn(t: Trial) -> Any:
     return t.layer.mlp.register_forward_hook(lambda m, args, out: out @ t.extra["turn"])
 
 
-@program(WITHIN, "takes away a hook through which a tensor trains, and which changes no value yet")
+@program(
+    BETWEEN_FORWARD_AND_BACKWARD,
+    "takes away a hook through which a tensor trains, and which changes no value yet",
+)
 def _(t: Trial) -> None:
     t.patch()
     t.step()
@@ -478,7 +492,7 @@ def _(t: Trial) -> None:
 
 
 @program(
-    BEFORE,
+    BEFORE_PATCH,
     "trains a tensor through a hook inside, and takes the hook away between forward and backward",
 )
 def _(t: Trial) -> None:
@@ -489,7 +503,7 @@ def _(t: Trial) -> None:
     loss.backward()
 
 
-@program(BEFORE, "adds a loss of outputs that a hook collects with their graph")
+@program(BEFORE_PATCH, "adds a loss of outputs that a hook collects with their graph")
 def _(t: Trial) -> None:
     outputs: list[Tensor] = []
     t.layer.mlp.register_forward_hook(lambda m, args, out: outputs.append(out))
@@ -503,7 +517,7 @@ def _(t: Trial) -> None:
     (t.forward() + outputs[-1].pow(2).mean()).backward()
 
 
-@program(BETWEEN, "adds a loss of outputs that a hook collects with their graph")
+@program(BETWEEN_STEPS, "adds a loss of outputs that a hook collects with their graph")
 def _(t: Trial) -> None:
     outputs: list[Tensor] = []
     on = False
@@ -515,7 +529,7 @@ def _(t: Trial) -> None:
     (t.forward() + outputs[-1].pow(2).mean()).backward()
 
 
-@program(BEFORE, "hooks a module inside: the hook changes tokens at absolute positions")
+@program(BEFORE_PATCH, "hooks a module inside: the hook changes tokens at absolute positions")
 def _(t: Trial) -> None:
     def hook(module: nn.Module, args: Any, out: Tensor) -> Tensor:
         out = out.clone()
@@ -528,7 +542,7 @@ def _(t: Trial) -> None:
 
 
 @program(
-    BEFORE,
+    BEFORE_PATCH,
     "shares prefixes, and hooks a module inside: the hook changes tokens at absolute positions",
 )
 def _(t: Trial) -> None:
@@ -544,7 +558,7 @@ def _(t: Trial) -> None:
     t.model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
 
 
-@program(BEFORE, "hooks a module inside: the hook changes gradients at absolute positions")
+@program(BEFORE_PATCH, "hooks a module inside: the hook changes gradients at absolute positions")
 def _(t: Trial) -> None:
     def hook(module: nn.Module, grad_input: Any, grad_output: Any) -> Any:
         grad = grad_input[0].clone()
@@ -556,7 +570,7 @@ def _(t: Trial) -> None:
     t.step()
 
 
-@program(BEFORE, "hooks a module inside: the hook applies a mask of the whole sequence")
+@program(BEFORE_PATCH, "hooks a module inside: the hook applies a mask of the whole sequence")
 def _(t: Trial) -> None:
     mask = torch.ones(1, 23, 1, dtype=torch.float64)
     mask[:, 16:] = 0.0
@@ -565,7 +579,9 @@ def _(t: Trial) -> None:
     t.step()
 
 
-@program(BETWEEN, "passes longer sequences, to which a hook inside adds at absolute positions")
+@program(
+    BETWEEN_STEPS, "passes longer sequences, to which a hook inside adds at absolute positions"
+)
 def _(t: Trial) -> None:
     def hook(module: nn.Module, args: Any, out: Tensor) -> Tensor:
         out = out.clone()
@@ -579,7 +595,7 @@ def _(t: Trial) -> None:
     t.forward(length=31).backward()
 
 
-@program(WITHIN, "takes away a hook that writes to an output's `.data`")
+@program(BETWEEN_FORWARD_AND_BACKWARD, "takes away a hook that writes to an output's `.data`")
 def _(t: Trial) -> None:
     t.patch()
     t.step()
@@ -592,7 +608,9 @@ def _(t: Trial) -> None:
     loss.backward()
 
 
-@program(BEFORE, "hooks a module inside: the hook reverses the gradient where there is a graph")
+@program(
+    BEFORE_PATCH, "hooks a module inside: the hook reverses the gradient where there is a graph"
+)
 def _(t: Trial) -> None:
     def hook(module: nn.Module, args: Any, out: Tensor) -> Tensor | None:
         return 2 * out.detach() - out if out.requires_grad else None
@@ -602,14 +620,14 @@ def _(t: Trial) -> None:
     t.step()
 
 
-@program(DURING, "hooks the layer itself: the hook changes the output")
+@program(DURING_STEP, "hooks the layer itself: the hook changes the output")
 def _(t: Trial) -> None:
     t.layer.register_forward_hook(lambda m, args, out: out * 0.5)
     t.patch()
     t.step()
 
 
-@program(DURING, "hooks parameters: the hook changes the gradient")
+@program(DURING_STEP, "hooks parameters: the hook changes the gradient")
 def _(t: Trial) -> None:
     t.layer.mlp.up_proj.weight.register_hook(lambda grad: grad * 0.5)
     t.patch()
@@ -639,7 +657,7 @@ def auxiliary_step(t: Trial) -> None:
     (loss if extra is None else loss + extra).backward()
 
 
-@program(BEFORE, "keeps an auxiliary loss in an attribute")
+@program(BEFORE_PATCH, "keeps an auxiliary loss in an attribute")
 def _(t: Trial) -> None:
     t.layer.mlp = Auxiliary(t.layer.mlp, 0.1)
     t.patch()
@@ -647,7 +665,7 @@ def _(t: Trial) -> None:
     auxiliary_step(t)
 
 
-@program(BETWEEN, "raises the weight of an auxiliary loss from 0")
+@program(BETWEEN_STEPS, "raises the weight of an auxiliary loss from 0")
 def _(t: Trial) -> None:
     t.layer.mlp = Auxiliary(t.layer.mlp, 0.0)
     t.patch()
@@ -670,7 +688,7 @@ class Running(nn.Module):
         return y - self.mean.detach().clone()
 
 
-@program(BEFORE, "has a module that writes to its buffer in forward")
+@program(BEFORE_PATCH, "has a module that writes to its buffer in forward")
 def _(t: Trial) -> None:
     t.layer.mlp = Running(t.layer.mlp)
     t.patch()
@@ -705,7 +723,7 @@ class Calibrated(nn.Module):
         return y
 
 
-@program(BEFORE, "has a module that takes a number from its first batch")
+@program(BEFORE_PATCH, "has a module that takes a number from its first batch")
 def _(t: Trial) -> None:
     t.layer.mlp = Calibrated(t.layer.mlp)
     t.patch()
@@ -713,7 +731,7 @@ def _(t: Trial) -> None:
     t.step()
 
 
-@program(BEFORE, "compiles a module inside (`torch.compile`)")
+@program(BEFORE_PATCH, "compiles a module inside (`torch.compile`)")
 def _(t: Trial) -> None:
     t.layer.mlp.act_fn = torch.compile(t.layer.mlp.act_fn, backend="eager")
     t.patch()
@@ -733,7 +751,7 @@ class InPlace(nn.Module):
         return y
 
 
-@program(BEFORE, "writes to a Linear's output in place (as AdaLoRA does)")
+@program(BEFORE_PATCH, "writes to a Linear's output in place (as AdaLoRA does)")
 def _(t: Trial) -> None:
     t.layer.mlp.up_proj = InPlace(t.layer.mlp.up_proj)
     t.layer.mlp.down_proj = InPlace(t.layer.mlp.down_proj)
@@ -741,7 +759,10 @@ def _(t: Trial) -> None:
     t.step()
 
 
-@program(WITHIN, "notes on modules what no forward reads (a profiler's phase and handles)")
+@program(
+    BETWEEN_FORWARD_AND_BACKWARD,
+    "notes on modules what no forward reads (a profiler's phase and handles)",
+)
 def _(t: Trial) -> None:
     for module in t.model.modules():
         module.__flops__ = 0
@@ -754,7 +775,7 @@ def _(t: Trial) -> None:
     loss.backward()
 
 
-@program(BEFORE, "has a module that draws from a `torch.Generator` of its own")
+@program(BEFORE_PATCH, "has a module that draws from a `torch.Generator` of its own")
 def _(t: Trial) -> None:
     t.layer.mlp = Noisy(t.layer.mlp)
     t.patch()
@@ -773,7 +794,7 @@ class Skipping(nn.Module):
         return y
 
 
-@program(BEFORE, "has a module that draws from Python's `random` (stochastic depth)")
+@program(BEFORE_PATCH, "has a module that draws from Python's `random` (stochastic depth)")
 def _(t: Trial) -> None:
     seed_others(4)
     t.layer.mlp = Skipping(t.layer.mlp)
@@ -794,14 +815,14 @@ class Centred(nn.Module):
         return y
 
 
-@program(BEFORE, "replaces the final norm by a module that mixes tokens")
+@program(BEFORE_PATCH, "replaces the final norm by a module that mixes tokens")
 def _(t: Trial) -> None:
     t.model.model.norm = Centred(t.model.model.norm)
     t.patch()
     t.step()
 
 
-@program(BETWEEN, "replaces the final norm's forward by one that mixes tokens")
+@program(BETWEEN_STEPS, "replaces the final norm's forward by one that mixes tokens")
 def _(t: Trial) -> None:
     t.patch()
     t.step()
@@ -810,7 +831,7 @@ def _(t: Trial) -> None:
     t.step()
 
 
-@program(BETWEEN, "changes a number that a module inside reads (`self_attn.scaling`)")
+@program(BETWEEN_STEPS, "changes a number that a module inside reads (`self_attn.scaling`)")
 def _(t: Trial) -> None:
     t.patch()
     t.step()
@@ -818,7 +839,10 @@ def _(t: Trial) -> None:
     t.step()
 
 
-@program(WITHIN, "changes a number that a module inside reads (`self_attn.scaling`)")
+@program(
+    BETWEEN_FORWARD_AND_BACKWARD,
+    "changes a number that a module inside reads (`self_attn.scaling`)",
+)
 def _(t: Trial) -> None:
     t.patch()
     t.step()
@@ -831,7 +855,7 @@ def _(t: Trial) -> None:
 # Parameters, adapters, modes.
 
 
-@program(BETWEEN, "freezes parameters, or lets frozen ones train again")
+@program(BETWEEN_STEPS, "freezes parameters, or lets frozen ones train again")
 def _(t: Trial) -> None:
     t.patch()
     t.step()
@@ -842,7 +866,7 @@ def _(t: Trial) -> None:
     t.step()
 
 
-@program(WITHIN, "lets a frozen parameter train")
+@program(BETWEEN_FORWARD_AND_BACKWARD, "lets a frozen parameter train")
 def _(t: Trial) -> None:
     t.layer.mlp.requires_grad_(False)
     t.patch()
@@ -852,7 +876,7 @@ def _(t: Trial) -> None:
     loss.backward()
 
 
-@program(WITHIN, "writes to a parameter")
+@program(BETWEEN_FORWARD_AND_BACKWARD, "writes to a parameter")
 def _(t: Trial) -> None:
     t.patch()
     t.clear()
@@ -862,7 +886,7 @@ def _(t: Trial) -> None:
     loss.backward()
 
 
-@program(WITHIN, "switches `train()` and `eval()`")
+@program(BETWEEN_FORWARD_AND_BACKWARD, "switches `train()` and `eval()`")
 def _(t: Trial) -> None:
     t.patch()
     t.clear()
@@ -880,14 +904,14 @@ def adapters(t: Trial, **settings: Any) -> None:
     t.model = peft.get_peft_model(t.model, config)
 
 
-@program(BEFORE, "adds LoRA adapters")
+@program(BEFORE_PATCH, "adds LoRA adapters")
 def _(t: Trial) -> None:
     adapters(t)
     t.patch()
     t.step()
 
 
-@program(AFTER, "adds LoRA adapters")
+@program(AFTER_PATCH, "adds LoRA adapters")
 def _(t: Trial) -> None:
     t.patch()
     t.step()
@@ -895,7 +919,7 @@ def _(t: Trial) -> None:
     t.step()
 
 
-@program(BETWEEN, "scales adapters (`rescale_adapter_scale` around whole steps)")
+@program(BETWEEN_STEPS, "scales adapters (`rescale_adapter_scale` around whole steps)")
 def _(t: Trial) -> None:
     from peft.helpers import rescale_adapter_scale
 
@@ -906,7 +930,10 @@ def _(t: Trial) -> None:
         t.step()
 
 
-@program(WITHIN, "scales adapters (`rescale_adapter_scale` around the forward alone)")
+@program(
+    BETWEEN_FORWARD_AND_BACKWARD,
+    "scales adapters (`rescale_adapter_scale` around the forward alone)",
+)
 def _(t: Trial) -> None:
     from peft.helpers import rescale_adapter_scale
 
@@ -919,7 +946,7 @@ def _(t: Trial) -> None:
     loss.backward()
 
 
-@program(DURING, "computes reference logits without adapters (`disable_adapter`, no grad)")
+@program(DURING_STEP, "computes reference logits without adapters (`disable_adapter`, no grad)")
 def _(t: Trial) -> None:
     adapters(t)
     t.patch()
@@ -930,7 +957,7 @@ def _(t: Trial) -> None:
     t.forward().backward()
 
 
-@program(BETWEEN, "switches adapters (`set_adapter`)")
+@program(BETWEEN_STEPS, "switches adapters (`set_adapter`)")
 def _(t: Trial) -> None:
     import peft
 
@@ -944,7 +971,7 @@ def _(t: Trial) -> None:
     t.step()
 
 
-@program(WITHIN, "switches adapters (`set_adapter`)")
+@program(BETWEEN_FORWARD_AND_BACKWARD, "switches adapters (`set_adapter`)")
 def _(t: Trial) -> None:
     import peft
 
@@ -960,7 +987,9 @@ def _(t: Trial) -> None:
     loss.backward()
 
 
-@program(DURING, "passes `adapter_names` (a LoRA adapter for each row) in eval mode with gradients")
+@program(
+    DURING_STEP, "passes `adapter_names` (a LoRA adapter for each row) in eval mode with gradients"
+)
 def _(t: Trial) -> None:
     import peft
 
@@ -976,7 +1005,7 @@ def _(t: Trial) -> None:
     t.forward(adapter_names=["default", "other"]).backward()
 
 
-@program(DURING, "activated LoRA (`alora_invocation_tokens`)")
+@program(DURING_STEP, "activated LoRA (`alora_invocation_tokens`)")
 def _(t: Trial) -> None:
     adapters(
         t,
@@ -1009,7 +1038,7 @@ def normed(module: nn.Module, query: Tensor, key: Tensor, *args: Any, **kwargs: 
     )
 
 
-@program(BEFORE, "registers an attention function by a new name and uses it")
+@program(BEFORE_PATCH, "registers an attention function by a new name and uses it")
 def _(t: Trial) -> None:
     with attention_function("normed", normed):
         t.model.set_attn_implementation("normed")
@@ -1017,7 +1046,7 @@ def _(t: Trial) -> None:
         t.step()
 
 
-@program(BETWEEN, "registers an attention function by a new name and uses it")
+@program(BETWEEN_STEPS, "registers an attention function by a new name and uses it")
 def _(t: Trial) -> None:
     with attention_function("normed", normed):
         t.patch()
@@ -1026,14 +1055,14 @@ def _(t: Trial) -> None:
         t.step()
 
 
-@program(BEFORE, 'replaces `ALL_ATTENTION_FUNCTIONS["sdpa"]`')
+@program(BEFORE_PATCH, 'replaces `ALL_ATTENTION_FUNCTIONS["sdpa"]`')
 def _(t: Trial) -> None:
     with attention_function("sdpa", normed):
         t.patch()
         t.step()
 
 
-@program(BETWEEN, 'replaces `ALL_ATTENTION_FUNCTIONS["sdpa"]`')
+@program(BETWEEN_STEPS, 'replaces `ALL_ATTENTION_FUNCTIONS["sdpa"]`')
 def _(t: Trial) -> None:
     t.patch()
     t.step()
@@ -1041,7 +1070,7 @@ def _(t: Trial) -> None:
         t.step()
 
 
-@program(BEFORE, "replaces a modeling file's `eager_attention_forward`")
+@program(BEFORE_PATCH, "replaces a modeling file's `eager_attention_forward`")
 def _(t: Trial) -> None:
     real = modeling_llama.eager_attention_forward
 
@@ -1080,7 +1109,9 @@ def by_hand(
     return self.o_proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(2)), None
 
 
-@program(BEFORE, "replaces the forward of the attention's class by one that attends by itself")
+@program(
+    BEFORE_PATCH, "replaces the forward of the attention's class by one that attends by itself"
+)
 def _(t: Trial) -> None:
     real = modeling_llama.LlamaAttention.forward
     modeling_llama.LlamaAttention.forward = by_hand
@@ -1093,7 +1124,7 @@ def _(t: Trial) -> None:
         modeling_llama.LlamaAttention.forward = real
 
 
-@program(BETWEEN, "switches between transformers' own attention implementations")
+@program(BETWEEN_STEPS, "switches between transformers' own attention implementations")
 def _(t: Trial) -> None:
     t.patch()
     t.step()
@@ -1119,14 +1150,14 @@ def z_loss() -> Iterator[None]:
         nn.functional.cross_entropy = real_loss
 
 
-@program(BEFORE, "wraps `F.cross_entropy` (a z-loss)")
+@program(BEFORE_PATCH, "wraps `F.cross_entropy` (a z-loss)")
 def _(t: Trial) -> None:
     with z_loss():
         t.patch()
         t.step()
 
 
-@program(BETWEEN, "wraps `F.cross_entropy` (a z-loss)")
+@program(BETWEEN_STEPS, "wraps `F.cross_entropy` (a z-loss)")
 def _(t: Trial) -> None:
     t.patch()
     t.step()
@@ -1134,7 +1165,7 @@ def _(t: Trial) -> None:
         t.step()
 
 
-@program(BETWEEN, "wraps `F.log_softmax`, of which its own loss is made")
+@program(BETWEEN_STEPS, "wraps `F.log_softmax`, of which its own loss is made")
 def _(t: Trial) -> None:
     t.patch(lazy_logits=True)
     t.step()
@@ -1162,17 +1193,17 @@ def padded_statistic(t: Trial, read: Callable[[Tensor], Tensor]) -> None:
         (output.loss + read(output.logits)).backward()
 
 
-@program(DURING, "takes the mean of squares of all lazy logits, padding included")
+@program(DURING_STEP, "takes the mean of squares of all lazy logits, padding included")
 def _(t: Trial) -> None:
     padded_statistic(t, lambda logits: logits.float().square().mean())
 
 
-@program(DURING, "takes the logsumexp of all lazy logits, padding included")
+@program(DURING_STEP, "takes the logsumexp of all lazy logits, padding included")
 def _(t: Trial) -> None:
     padded_statistic(t, lambda logits: logits.logsumexp(-1).mean())
 
 
-@program(DURING, "passes `position_ids` in floats with padding")
+@program(DURING_STEP, "passes `position_ids` in floats with padding")
 def _(t: Trial) -> None:
     t.patch()
     ids = t.batch["input_ids"]
@@ -1206,7 +1237,7 @@ def accelerated(t: Trial, first: str) -> None:
 
 
 @program(
-    BEFORE,
+    BEFORE_PATCH,
     "has accelerate prepare the model, and unwrap it after a step (`keep_fp32_wrapper=False`)",
 )
 def _(t: Trial) -> None:
@@ -1214,14 +1245,16 @@ def _(t: Trial) -> None:
 
 
 @program(
-    AFTER,
+    AFTER_PATCH,
     "has accelerate prepare the model, and unwrap it after a step (`keep_fp32_wrapper=False`)",
 )
 def _(t: Trial) -> None:
     accelerated(t, "patch")
 
 
-@program(BETWEEN, "binds its own forward to the model (`types.MethodType(model.forward, model)`)")
+@program(
+    BETWEEN_STEPS, "binds its own forward to the model (`types.MethodType(model.forward, model)`)"
+)
 def _(t: Trial) -> None:
     t.patch()
     t.step()
@@ -1232,7 +1265,7 @@ def _(t: Trial) -> None:
 # Calls.
 
 
-@program(DURING, "adds up gradients of several batches")
+@program(DURING_STEP, "adds up gradients of several batches")
 def _(t: Trial) -> None:
     t.patch()
     t.clear()
@@ -1240,14 +1273,14 @@ def _(t: Trial) -> None:
     t.forward().backward()
 
 
-@program(DURING, "calls forward several times before one backward")
+@program(DURING_STEP, "calls forward several times before one backward")
 def _(t: Trial) -> None:
     t.patch()
     t.clear()
     (t.forward() + 2 * t.forward()).backward()
 
 
-@program(DURING, "calls backward twice (`retain_graph=True`)")
+@program(DURING_STEP, "calls backward twice (`retain_graph=True`)")
 def _(t: Trial) -> None:
     t.patch()
     t.clear()
@@ -1256,7 +1289,7 @@ def _(t: Trial) -> None:
     loss.backward()
 
 
-@program(DURING, "asks for second derivatives (`create_graph=True`)")
+@program(DURING_STEP, "asks for second derivatives (`create_graph=True`)")
 def _(t: Trial) -> None:
     t.patch()
     t.clear()
@@ -1264,7 +1297,7 @@ def _(t: Trial) -> None:
     loss.backward(create_graph=True)
 
 
-@program(DURING, "checkpoints the whole model (`torch.utils.checkpoint`)")
+@program(DURING_STEP, "checkpoints the whole model (`torch.utils.checkpoint`)")
 def _(t: Trial) -> None:
     t.patch()
     t.clear()
@@ -1272,7 +1305,7 @@ def _(t: Trial) -> None:
     checkpoint(lambda: t.model(**batch, use_cache=False).loss, use_reentrant=False).backward()
 
 
-@program(BETWEEN, "copies the model (`copy.deepcopy`, `pickle`) and trains the copy")
+@program(BETWEEN_STEPS, "copies the model (`copy.deepcopy`, `pickle`) and trains the copy")
 def _(t: Trial) -> None:
     t.patch()
     t.step()
@@ -1280,14 +1313,14 @@ def _(t: Trial) -> None:
     t.step()
 
 
-@program(BEFORE, "wraps the layers (`apply_activation_checkpointing`)")
+@program(BEFORE_PATCH, "wraps the layers (`apply_activation_checkpointing`)")
 def _(t: Trial) -> None:
     wrap(t)
     t.patch()
     t.step()
 
 
-@program(AFTER, "wraps the layers (`apply_activation_checkpointing`)")
+@program(AFTER_PATCH, "wraps the layers (`apply_activation_checkpointing`)")
 def _(t: Trial) -> None:
     t.patch()
     wrap(t)
@@ -1301,7 +1334,7 @@ def wrap(t: Trial) -> None:
     )
 
 
-@program(DURING, "trains two models of one config object in two threads")
+@program(DURING_STEP, "trains two models of one config object in two threads")
 def _(t: Trial) -> None:
     second_trial = Trial(t.streamed)
     second_trial.model = type(t.model)(t.model.config).to(torch.float64)
@@ -1334,7 +1367,7 @@ def told_as_gradients(t: Trial, outputs: list[Any]) -> None:
     t.extra["kept"].grad = torch.stack(outputs)
 
 
-@program(BEFORE, "records outputs of a module inside by a hook, without their graph")
+@program(BEFORE_PATCH, "records outputs of a module inside by a hook, without their graph")
 def _(t: Trial) -> None:
     outputs: list[Any] = []
     recording(t, outputs)
@@ -1343,7 +1376,7 @@ def _(t: Trial) -> None:
     told_as_gradients(t, outputs)
 
 
-@program(BETWEEN, "records outputs of a module inside by a hook, without their graph")
+@program(BETWEEN_STEPS, "records outputs of a module inside by a hook, without their graph")
 def _(t: Trial) -> None:
     outputs: list[Any] = []
     t.patch()
@@ -1353,7 +1386,7 @@ def _(t: Trial) -> None:
     told_as_gradients(t, outputs)
 
 
-@program(BEFORE, "keeps a mean of its tokens in an attribute of a module inside")
+@program(BEFORE_PATCH, "keeps a mean of its tokens in an attribute of a module inside")
 def _(t: Trial) -> None:
     def hook(module: Any, args: Any, out: Tensor) -> None:
         module.mean = out.detach().mean((0, 1))
@@ -1364,7 +1397,7 @@ def _(t: Trial) -> None:
     told_as_gradients(t, [t.layer.mlp.mean])
 
 
-@program(BEFORE, "replays routes of experts that a call without gradients has recorded")
+@program(BEFORE_PATCH, "replays routes of experts that a call without gradients has recorded")
 def _(t: Trial) -> None:
     t.model = zoo.build("qwen3_moe")
     gate, outputs = t.layer.mlp.gate, {}
@@ -1401,7 +1434,7 @@ class FusedLoss(torch.autograd.Function):
         return upstream * p / p[..., 0].numel()
 
 
-@program(BEFORE, "has an `autograd.Function` compute the model's loss from its logits")
+@program(BEFORE_PATCH, "has an `autograd.Function` compute the model's loss from its logits")
 def _(t: Trial) -> None:
     t.model.loss_function = lambda logits, *_, **__: FusedLoss.apply(logits)
     t.patch()
@@ -1424,7 +1457,8 @@ class Product(torch.autograd.Function):
 
 
 @program(
-    BETWEEN, "leaves an `autograd.Function` in the place of `F.linear`, as DeepSpeed's ZeRO-3 does"
+    BETWEEN_STEPS,
+    "leaves an `autograd.Function` in the place of `F.linear`, as DeepSpeed's ZeRO-3 does",
 )
 def _(t: Trial) -> None:
     t.patch()
@@ -1437,7 +1471,7 @@ def _(t: Trial) -> None:
         nn.functional.linear = linear
 
 
-@program(BETWEEN, "patches the model anew with settings that are refused, and goes on")
+@program(BETWEEN_STEPS, "patches the model anew with settings that are refused, and goes on")
 def _(t: Trial) -> None:
     t.patch()
     t.step()
@@ -1447,7 +1481,7 @@ def _(t: Trial) -> None:
     t.step()
 
 
-@program(BETWEEN, "copies the model out of a wrapper that was patched, and trains the copy")
+@program(BETWEEN_STEPS, "copies the model out of a wrapper that was patched, and trains the copy")
 def _(t: Trial) -> None:
     inner, t.model = t.model, nn.Sequential(t.model)
     t.patch()
@@ -1481,17 +1515,17 @@ class KeptElsewhere(nn.Module):
         return y
 
 
-@program(BEFORE, "has a module whose first batch sets an attribute that is not there before")
+@program(BEFORE_PATCH, "has a module whose first batch sets an attribute that is not there before")
 def _(t: Trial) -> None:
     first_batch(t, "attribute")
 
 
-@program(BEFORE, "has a module that keeps a number of its first batch in a dict")
+@program(BEFORE_PATCH, "has a module that keeps a number of its first batch in a dict")
 def _(t: Trial) -> None:
     first_batch(t, "dict")
 
 
-@program(BEFORE, "has a module that keeps a number of its first batch in its class")
+@program(BEFORE_PATCH, "has a module that keeps a number of its first batch in its class")
 def _(t: Trial) -> None:
     first_batch(t, "class")
 
@@ -1516,14 +1550,14 @@ class RunningScale(nn.Module):
         return y
 
 
-@program(BEFORE, "has a module that keeps a running value in an attribute")
+@program(BEFORE_PATCH, "has a module that keeps a running value in an attribute")
 def _(t: Trial) -> None:
     t.layer.mlp = RunningScale(t.layer.mlp)
     t.patch()
     t.step()
 
 
-@program(DURING, "calls the model with an empty batch, which raises, and goes on")
+@program(DURING_STEP, "calls the model with an empty batch, which raises, and goes on")
 def _(t: Trial) -> None:
     t.patch()
     with contextlib.suppress(RuntimeError):
@@ -1531,7 +1565,7 @@ def _(t: Trial) -> None:
     t.step()
 
 
-@program(BEFORE, "has a layer that runs without gradients (`torch.no_grad`)")
+@program(BEFORE_PATCH, "has a layer that runs without gradients (`torch.no_grad`)")
 def _(t: Trial) -> None:
     real = t.layer.forward
 
@@ -1558,7 +1592,7 @@ class OfOneLength(torch.autograd.Function):
         return grad
 
 
-@program(BEFORE, "has a module whose backward raises on a few tokens")
+@program(BEFORE_PATCH, "has a module whose backward raises on a few tokens")
 def _(t: Trial) -> None:
     real = t.layer.mlp.forward
     t.layer.mlp.forward = lambda x: OfOneLength.apply(real(x))
@@ -1566,14 +1600,14 @@ def _(t: Trial) -> None:
     t.step()
 
 
-DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+DYNAMIC_ROPE = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
 
 
 @program(
-    BEFORE,
+    BEFORE_PATCH,
     "evaluates beyond the length of its dynamic RoPE, and trains on padded rows",
     max_position_embeddings=16,
-    rope_parameters=DYNAMIC,
+    rope_parameters=DYNAMIC_ROPE,
 )
 def _(t: Trial) -> None:
     with torch.no_grad():
@@ -1584,7 +1618,7 @@ def _(t: Trial) -> None:
     t.model(**make_batch("right-padded"), use_cache=False).loss.backward()
 
 
-@program(DURING, "asks for a cache in a training step, and trains through it")
+@program(DURING_STEP, "asks for a cache in a training step, and trains through it")
 def _(t: Trial) -> None:
     t.patch()
     t.step()
@@ -1595,7 +1629,7 @@ def _(t: Trial) -> None:
     second.logits.square().mean().backward()
 
 
-@program(DURING, "computes a loss of its own from logits of a call with labels")
+@program(DURING_STEP, "computes a loss of its own from logits of a call with labels")
 def _(t: Trial) -> None:
     t.patch(lazy_logits=True)
     t.clear()
@@ -1603,7 +1637,7 @@ def _(t: Trial) -> None:
     nn.functional.cross_entropy(logits.flatten(0, 1), t.batch["labels"][:, 1:].flatten()).backward()
 
 
-@program(DURING, "runs the model on two batches of other shapes in one forward")
+@program(DURING_STEP, "runs the model on two batches of other shapes in one forward")
 def _(t: Trial) -> None:
     t.patch()
     t.clear()
@@ -1613,7 +1647,7 @@ def _(t: Trial) -> None:
 # Steps without a label, calls that fail, and what a program sets before its first batch.
 
 
-@program(DURING, "adds a step without a label, which is divided by a count of 0")
+@program(DURING_STEP, "adds a step without a label, which is divided by a count of 0")
 def _(t: Trial) -> None:
     t.patch()
     t.step()
@@ -1624,7 +1658,7 @@ def _(t: Trial) -> None:
     t.forward().backward()
 
 
-@program(BEFORE, "has a module whose buffer is None until its first batch fills it")
+@program(BEFORE_PATCH, "has a module whose buffer is None until its first batch fills it")
 def _(t: Trial) -> None:
     mlp = t.layer.mlp
     mlp.register_buffer("size", None)
@@ -1641,7 +1675,7 @@ def _(t: Trial) -> None:
     t.step()
 
 
-@program(DURING, "passes embeddings of another dtype, which raises, and goes on")
+@program(DURING_STEP, "passes embeddings of another dtype, which raises, and goes on")
 def _(t: Trial) -> None:
     t.patch()
     embeddings = t.model.get_input_embeddings()(t.batch["input_ids"]).detach().half()
@@ -1651,7 +1685,7 @@ def _(t: Trial) -> None:
     t.step()
 
 
-@program(BEFORE, "has a module that raises once, at its second call")
+@program(BEFORE_PATCH, "has a module that raises once, at its second call")
 def _(t: Trial) -> None:
     mlp, calls = t.layer.mlp, io.BytesIO()
 
@@ -1671,7 +1705,7 @@ def _(t: Trial) -> None:
     t.step()
 
 
-@program(BETWEEN, "warms the model up for another kind of call")
+@program(BETWEEN_STEPS, "warms the model up for another kind of call")
 def _(t: Trial) -> None:
     t.patch()
     t.step()
@@ -1680,7 +1714,7 @@ def _(t: Trial) -> None:
     t.step()
 
 
-@program(BETWEEN, "asks for an optimizer in backward that cannot be made, and goes on")
+@program(BETWEEN_STEPS, "asks for an optimizer in backward that cannot be made, and goes on")
 def _(t: Trial) -> None:
     parameter_lists: list[Any] = []
 
@@ -1697,14 +1731,14 @@ def _(t: Trial) -> None:
     t.step()
 
 
-@program(DURING, "keeps attention's output and Linears' on the host")
+@program(DURING_STEP, "keeps attention's output and Linears' on the host")
 def _(t: Trial) -> None:
     t.patch(saves=("attn_out", "mlp.gate_proj", "mlp.up_proj"), offload="cpu")
     t.step()
     t.step()
 
 
-@program(BEFORE, "adds LoRA adapters, one of them on the head")
+@program(BEFORE_PATCH, "adds LoRA adapters, one of them on the head")
 def _(t: Trial) -> None:
     import peft
 
@@ -1714,7 +1748,7 @@ def _(t: Trial) -> None:
     t.step()
 
 
-@program(BEFORE, "adds prefix tuning, whose calls have a cache and run unpatched")
+@program(BEFORE_PATCH, "adds prefix tuning, whose calls have a cache and run unpatched")
 def _(t: Trial) -> None:
     import peft
 
@@ -1725,7 +1759,7 @@ def _(t: Trial) -> None:
     t.model(**t.batch).loss.backward()
 
 
-@program(DURING, "packs rows whose `cu_seq_lens_q` end before the padding")
+@program(DURING_STEP, "packs rows whose `cu_seq_lens_q` end before the padding")
 def _(t: Trial) -> None:
     t.patch()
     t.clear()
@@ -1739,7 +1773,7 @@ def _(t: Trial) -> None:
     t.model(**packed, use_cache=False).loss.backward()
 
 
-@program(BEFORE, "uses one layer at two depths")
+@program(BEFORE_PATCH, "uses one layer at two depths")
 def _(t: Trial) -> None:
     t.model.model.layers[1] = t.model.model.layers[0]
     t.patch()

@@ -91,7 +91,7 @@ SIZES: dict[str, int] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-FILLED_IN = ("pad_token_id", "bos_token_id", "eos_token_id")  # where the default is None
+DEFAULT_TOKEN_IDS = ("pad_token_id", "bos_token_id", "eos_token_id")  # where the default is None
 RANDOM = ("dropout", "pdrop", "jitter", "layerdrop")
 DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
@@ -160,7 +160,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 # transformers' sdpa leaves their softcap out.
 EAGER = ("gemma2", "vaultgemma")
 # In AutoModelForCausalLM's list, but not decoder-only text models with a config of their own.
-OTHERS = {
+OTHER_MODELS = {
     "bart", "bert", "bert-generation", "big_bird", "bigbird_pegasus", "blenderbot", "blenderbot-small", "camembert",
     "data2vec-text", "electra", "ernie", "git", "marian", "mbart", "megatron-bert", "musicgen", "musicgen_melody",
     "mvp", "pegasus", "plbart", "prophetnet", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer",
@@ -169,7 +169,7 @@ OTHERS = {
     "phi4_multimodal", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "dots3_note", "gemma4_assistant",
     "gemma4_unified_assistant",
 }  # fmt: skip
-NAMES = tuple(name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name not in OTHERS)
+NAMES = tuple(name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name not in OTHER_MODELS)
 
 
 def tiny_config(name: str, **changes: Any) -> PreTrainedConfig:
@@ -184,7 +184,7 @@ def tiny_config(name: str, **changes: Any) -> PreTrainedConfig:
         if isinstance(value, float) and any(word in field for word in RANDOM):
             small[field] = 0.0
         is_number = isinstance(value, int) and not isinstance(value, bool)
-        if field in SIZES and (is_number or (value is None and field in FILLED_IN)):
+        if field in SIZES and (is_number or (value is None and field in DEFAULT_TOKEN_IDS)):
             small[field] = SIZES[field]
     if depth_name is not None:
         small.update(_one_layer_of_each_kind(default, default[depth_name], depth_name))

@@ -13,14 +13,14 @@ from streambp.layer.choices import ReplayedChoices
 from streambp.tensors import replace_attribute
 
 # relative to the layer's addition to its input
-TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
+TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3}
 HALF_TOLERANCE = 3e-2  # in half precision, or under autocast
 # rounding is a larger part of a token's few scores than of a layer's output, by this factor
-SCORES = 4
-EPS = 8  # eps of rounding, relative to the tensors themselves
+SCORE_TOLERANCE_FACTOR = 4
+EPS_FACTOR = 8  # eps of rounding, relative to the tensors themselves
 
 
-def coarsest(call: LayerCall, x: Tensor) -> torch.dtype:
+def coarsest_dtype(call: LayerCall, x: Tensor) -> torch.dtype:
     """Return the least precise dtype, by its eps, that a layer computes in: among the dtypes of x
     [..., B, T, h], of the layer's parameters and of autocast. Comparisons of two runs tolerate its
     roundings.
@@ -29,7 +29,7 @@ def coarsest(call: LayerCall, x: Tensor) -> torch.dtype:
         call: the call of the layer.
         x: the layer's input.
     """
-    return call.layer_state.coarsest(x.dtype, x.device.type, call.autocast)
+    return call.layer_state.coarsest_dtype(x.dtype, x.device.type, call.autocast)
 
 
 def gradient_tolerance(dtype: torch.dtype) -> float:
@@ -37,9 +37,9 @@ def gradient_tolerance(dtype: torch.dtype) -> float:
     outputs in half precision. Rounding may flip a ReLU, which changes gradients more than outputs.
 
     Args:
-        dtype: the result of `coarsest`.
+        dtype: the result of `coarsest_dtype`.
     """
-    return TOLERANCE.get(dtype, HALF_TOLERANCE) + EPS * torch.finfo(dtype).eps
+    return TOLERANCES.get(dtype, HALF_TOLERANCE) + EPS_FACTOR * torch.finfo(dtype).eps
 
 
 def agree(unchunked: Tensor, chunked: Tensor, residual: Tensor, tolerance: float) -> bool:
@@ -56,7 +56,7 @@ def agree(unchunked: Tensor, chunked: Tensor, residual: Tensor, tolerance: float
     limit = tolerance * (unchunked - residual).float().norm()
     return bool(
         (unchunked - chunked).float().norm()
-        <= limit + EPS * torch.finfo(unchunked.dtype).eps * unchunked.float().norm()
+        <= limit + EPS_FACTOR * torch.finfo(unchunked.dtype).eps * unchunked.float().norm()
     )
 
 
@@ -74,17 +74,17 @@ def all_agree(
             has a graph, the gradient of the input [..., B, T, h]. Further gradients are not
             compared.
         residuals: the input and the gradient of the output, both [..., B, T, h].
-        dtype: the result of `coarsest`.
+        dtype: the result of `coarsest_dtype`.
     """
     if (len(unchunked) > 1) != (len(chunked) > 1):
         return False
-    tolerances = (TOLERANCE.get(dtype, HALF_TOLERANCE), gradient_tolerance(dtype))
+    tolerances = (TOLERANCES.get(dtype, HALF_TOLERANCE), gradient_tolerance(dtype))
     compared = zip(unchunked, chunked, residuals, tolerances, strict=False)
     return all(agree(*results) for results in compared)
 
 
 @contextlib.contextmanager
-def choices_once(call: LayerCall) -> Iterator[ReplayedChoices]:
+def fix_expert_choices(call: LayerCall) -> Iterator[ReplayedChoices]:
     """Context manager around several test runs of a layer, so that all runs use the same experts.
     MoE routers choose experts freely in the first run, and later runs replay these choices. Yields
     the record of the choices. [Note: choices]"""
@@ -93,12 +93,14 @@ def choices_once(call: LayerCall) -> Iterator[ReplayedChoices]:
         yield choices
 
 
-def chose_alike(choices: ReplayedChoices | None, dtype: torch.dtype) -> bool:
+def router_scores_agree(choices: ReplayedChoices | None, dtype: torch.dtype) -> bool:
     """True if the scores of the layer's MoE routers in the latest run equal those of the first run,
     up to rounding. Also true if nothing was recorded.
 
     Args:
         choices: the recorded scores; None: nothing was recorded.
-        dtype: the result of `coarsest`, which sets the tolerance.
+        dtype: the result of `coarsest_dtype`, which sets the tolerance.
     """
-    return choices is None or choices.furthest() <= SCORES * TOLERANCE.get(dtype, HALF_TOLERANCE)
+    return choices is None or choices.max_distance() <= SCORE_TOLERANCE_FACTOR * TOLERANCES.get(
+        dtype, HALF_TOLERANCE
+    )

@@ -19,7 +19,7 @@ from streambp.errors import UnsupportedModelError
 from streambp.known_names import COLLECTIVES
 
 
-class Watched(TorchDispatchMode):
+class CollectiveGuard(TorchDispatchMode):
     """Torch dispatch mode for a layer's test that raises before a collective of torch.distributed
     runs.
 
@@ -54,7 +54,7 @@ class Watched(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def no_collectives(layer: nn.Module) -> Iterator[None]:
+def forbid_collectives(layer: nn.Module) -> Iterator[None]:
     """Context manager for a test run of a layer, in which collectives raise if there are several
     ranks.
 
@@ -64,7 +64,7 @@ def no_collectives(layer: nn.Module) -> Iterator[None]:
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         yield
         return
-    watched = Watched(layer)
+    watched = CollectiveGuard(layer)
     try:
         with watched:
             yield

@@ -12,55 +12,57 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import nn
 
-from streambp.admission.checkpointed import run_whole
-from streambp.admission.collectives import no_collectives
+from streambp.admission.collectives import forbid_collectives
 from streambp.admission.float8 import why_scaled
 from streambp.admission.kept_values import (
-    leaving_nothing,
-    refusing_chunks,
+    extend_kind,
+    refuse_chunk_values,
+    restore_after,
+    restore_stored_values,
     roots_of,
-    tell,
     why_kept,
     why_untestable,
-    without_traces,
 )
-from streambp.admission.probe import Verdict, broken, can_stream
-from streambp.admission.rehearsal import nothing_compiled
+from streambp.admission.layer_checkpoint import run_unchunked
+from streambp.admission.probe import Verdict, can_stream, reason_of_error
+from streambp.admission.rehearsal import disable_compilation
 from streambp.admission.third_party import (
-    hooks_of_others,
     may_edit_gradients,
     refuse_compiled_attention,
+    third_party_hooks,
 )
 from streambp.admission.trials import look_for_writes, unread_products
 from streambp.attention.masks import LazyMask, attention_mask_of
 from streambp.chunks import Forks
 from streambp.device import MEMORY_ERRORS, has_data, is_out_of_memory
-from streambp.distributed.context_parallel import replaced_attention
+from streambp.distributed.context_parallel import attention_key
 from streambp.distributed.engines import EngineReduce, reductions_of
 from streambp.errors import UnsupportedModelError
-from streambp.fingerprint.hooks import watching
+from streambp.fingerprint.hooks import watch_hooks
 from streambp.fingerprint.snapshots import versions_of
 from streambp.instance_forward import is_fsdp_unit
 from streambp.known_names import DOCUMENT_ENDS, OWN_SCAN
 from streambp.layer.arguments import Arguments
-from streambp.layer.call import LayerCall, deliver
+from streambp.layer.call import LayerCall, deliver_outputs
 from streambp.layer.function import Strategy, StreamedLayer, run_backward, run_forward
 from streambp.layer.gradients import NO_HOOKS, can_keep_graph, counts_when_alone
-from streambp.layer.layer_state import REACH, CallReport, LayerState
-from streambp.layer.oom import explained
-from streambp.layer.products import hooked_everywhere
+from streambp.layer.layer_state import THIRD_PARTY_CODE_KEY, CallReport, LayerState
+from streambp.layer.oom import layer_memory_error
+from streambp.layer.products import has_global_hooks
 from streambp.layer.recompute import NULL_CONTEXT, Parameters, slots_of
 from streambp.progress import progress_line
 from streambp.recurrent.documents import PackedRows
 from streambp.recurrent.scans import scans_of
-from streambp.recurrent.segments import arguments_that_tell, mixers_of
+from streambp.recurrent.segments import document_arguments, mixers_of
 from streambp.tensors import replace_attribute
 
-backward_in_chunks = functools.partial(run_backward, without_traces(unread_products))
+backward_in_chunks = functools.partial(run_backward, restore_after(unread_products))
 
 
-IN_CHUNKS = Strategy(LayerCall, refusing_chunks(run_forward), backward_in_chunks, run_whole)
-WITHOUT_THIRD_PARTY = dataclasses.replace(IN_CHUNKS, forward=run_forward)
+CHUNK_STRATEGY = Strategy(
+    LayerCall, refuse_chunk_values(run_forward), backward_in_chunks, run_unchunked
+)
+UNCHECKED_CHUNK_STRATEGY = dataclasses.replace(CHUNK_STRATEGY, forward=run_forward)
 
 
 def stream_layer(
@@ -68,7 +70,7 @@ def stream_layer(
     args: Any,
     kwargs: Any,
     rows: PackedRows | None = None,
-    strategy: Strategy = IN_CHUNKS,
+    strategy: Strategy = CHUNK_STRATEGY,
     forks: Forks = (),
 ) -> Any:
     """Compute a decoder layer's forward in chunks of the sequence, and return its result.
@@ -93,7 +95,7 @@ def stream_layer(
     if isinstance(call, CallReport):
         layer_state.last_call.report = call
         try:
-            with layer_state.weights_for_once(
+            with layer_state.load_weights_once(
                 args, kwargs, call.reason or "its only token cannot be tried in chunks"
             ):
                 return strategy.run_unchunked(layer_state, args, kwargs, call)
@@ -109,10 +111,10 @@ def stream_layer(
         call.carried.layout.document_source,
         call.plan,
     )
-    if strategy is IN_CHUNKS and REACH not in dict(call.arguments.kind):
-        strategy = WITHOUT_THIRD_PARTY
-    with call.autocast.off() if call.autocast.on else NULL_CONTEXT:  # [Note: autocast]
-        return _streamed(call, strategy)
+    if strategy is CHUNK_STRATEGY and THIRD_PARTY_CODE_KEY not in dict(call.arguments.kind):
+        strategy = UNCHECKED_CHUNK_STRATEGY
+    with call.autocast.disable() if call.autocast.on else NULL_CONTEXT:  # [Note: autocast]
+        return _run_in_chunks(call, strategy)
 
 
 def admit(
@@ -134,12 +136,12 @@ def admit(
         forks: positions where recurrent states continue from an earlier one, at a shared prefix.
     """
     snapshot = layer_state.fingerprint.take_snapshot(layer_state.layer)
-    layer_state.of(_refuse_inner_fsdp)
+    layer_state.cached_result(_refuse_inner_fsdp)
     counts_when_alone()
     carries = layer_state.kind.states.carries
     if rows is not None and carries:
         _refuse_inseparable_documents(layer_state, rows)
-    trained = snapshot.trained
+    trained = snapshot.gradient_flags
     arguments = Arguments(
         type(layer_state.layer).forward,
         layer_state.layer,
@@ -151,17 +153,17 @@ def admit(
     )
     # A trial with torch's own attention does not cover another attention.
     if not isinstance(F.scaled_dot_product_attention, BuiltinFunctionType):
-        attends = replaced_attention()
+        attends = attention_key()
         if attends is not None:
             arguments.kind |= {("torch's attention", attends)}
     # Global hooks may change without a new snapshot. [Note: kept values]
-    if hooked_everywhere() or layer_state.of(
+    if has_global_hooks() or layer_state.cached_result(
         lambda _: bool(roots_of(layer_state, snapshot)), "third party"
     ):
-        arguments.kind = tell(layer_state, snapshot, arguments.kind, arguments.hidden_states)
+        arguments.kind = extend_kind(layer_state, snapshot, arguments.kind, arguments.hidden_states)
     arguments.forks = forks if carries else ()
     if rows is not None:
-        _tell_of_documents(layer_state, rows, arguments)
+        _pass_documents(layer_state, rows, arguments)
     marked = None if rows is None else rows.number
     if layer_state.tests.warm_up is not None and not may_edit_gradients(layer_state.layer):
         layer_state.tests.reuse_result(arguments.kind, snapshot)
@@ -179,25 +181,25 @@ def admit(
         return CallReport(reason, rows=rows)
     call: LayerCall = strategy.make(layer_state, arguments)
     call.snapshot = snapshot
-    parameters = layer_state.of(
-        lambda layer: Parameters(layer, call.device, layer_state.of(slots_of)),
+    parameters = layer_state.cached_result(
+        lambda layer: Parameters(layer, call.device, layer_state.cached_result(slots_of)),
         ("parameters", call.device, trained),
     )
-    call.backward.parameters = parameters.renewed(snapshot, trained)
+    call.backward.parameters = parameters.renew(snapshot, trained)
     # A tested kind streams. A new kind is tested first, on a few random tokens.
     if (
         findings.is_tested
         and call.autocast in findings.seen_writing
-        and layer_state.tests.cover(findings, call.plan)
+        and layer_state.tests.covers(findings, call.plan)
     ):
         return call
-    decision = _tested(call, rows)
+    decision = _test_call(call, rows)
     if decision is None:
         return admit(layer_state, args, kwargs, rows, strategy, forks)
     return decision
 
 
-def _tested(call: LayerCall, rows: PackedRows | None) -> LayerCall | CallReport | None:
+def _test_call(call: LayerCall, rows: PackedRows | None) -> LayerCall | CallReport | None:
     """Test a new kind of call. Return the call if it can run in chunks, or a report with the reason
     for an unchunked run.
 
@@ -209,15 +211,15 @@ def _tested(call: LayerCall, rows: PackedRows | None) -> LayerCall | CallReport 
         rows: documents of packed rows, from position_ids, or None.
     """
     tests = call.layer_state.tests
-    failed, verdict = _tried(call)
+    failed, verdict = _test_layer(call)
     if not verdict.streams:
         if call.arguments.tells:
             tests.kernels_take_documents = False
             return None
         return CallReport(verdict.reason, rows=rows)
     if failed is not None:
-        tests.results[call.arguments.kind].doubt(broken(failed))
-        return CallReport(broken(failed), rows=rows)
+        tests.results[call.arguments.kind].add_doubt(reason_of_error(failed))
+        return CallReport(reason_of_error(failed), rows=rows)
     return call
 
 
@@ -243,7 +245,7 @@ def _refuse_inseparable_documents(layer_state: LayerState, rows: PackedRows) -> 
     )
 
 
-def _tried(call: LayerCall) -> tuple[Exception | None, Verdict]:
+def _test_layer(call: LayerCall) -> tuple[Exception | None, Verdict]:
     """Run the tests of a layer on a few random tokens. During the tests the layer's weights are on
     the device, autocast is off, and collectives raise.
 
@@ -253,41 +255,45 @@ def _tried(call: LayerCall) -> tuple[Exception | None, Verdict]:
     """
     layer_state = call.layer_state
     if call.snapshot.hooks.ids and has_data(call.hidden_states):
-        layer_state.tests.hooks_run_in_tests |= hooks_of_others(call.layer_state.layer)
+        layer_state.tests.hooks_run_in_tests |= third_party_hooks(call.layer_state.layer)
     try:
-        weights_on_device = layer_state.weights_here("trial", call.device)
+        weights_on_device = layer_state.load_weights("trial", call.device)
         # [Note: choices] [Note: autocast]
         free_choices = replace_attribute([layer_state], "choices", [None])
         # Layers of a split sequence exchange keys and values with other ranks themselves.
-        local = no_collectives(call.layer_state.layer) if call.has_full_sequence else NULL_CONTEXT
+        local = (
+            forbid_collectives(call.layer_state.layer) if call.has_full_sequence else NULL_CONTEXT
+        )
         progress = (
-            progress_line(_trying(layer_state)) if has_data(call.hidden_states) else NULL_CONTEXT
+            progress_line(_progress_text(layer_state))
+            if has_data(call.hidden_states)
+            else NULL_CONTEXT
         )
         with (
             progress,
             weights_on_device,
-            nothing_compiled(),
-            call.autocast.off(),
+            disable_compilation(),
+            call.autocast.disable(),
             free_choices,
             local,
         ):
-            results = call.attempt(lambda _: _looked(call))
+            results = call.attempt(lambda _: _run_tests(call))
     except MEMORY_ERRORS as error:
         if not is_out_of_memory(error):
             raise
-        raise explained(error, layer_state, call.plan) from error
+        raise layer_memory_error(error, layer_state, call.plan) from error
     layer_state.tests.tested_hooks |= call.snapshot.hooks.locations.keys()
     return results
 
 
-def _trying(layer_state: LayerState) -> str:
+def _progress_text(layer_state: LayerState) -> str:
     """Return the text about a layer's tests that is shown on a terminal."""
     if layer_state.saves_policy is None:
         return f"trying layer {layer_state.index + 1}"
     return f"trying layer {layer_state.index + 1} of {layer_state.saves_policy.layers}"
 
 
-def _looked(call: LayerCall) -> tuple[Exception | None, Verdict]:
+def _run_tests(call: LayerCall) -> tuple[Exception | None, Verdict]:
     """Run the three tests of a layer: for values that third-party code stores, for tensors that the
     layer overwrites in place, and for equal results of chunks and of the full sequence.
 
@@ -300,7 +306,7 @@ def _looked(call: LayerCall) -> tuple[Exception | None, Verdict]:
     if reason is not None:
         call.layer_state.tests.results[call.arguments.kind].set_result(reason)
         return None, Verdict(False, reason)
-    with leaving_nothing(call):
+    with restore_stored_values(call):
         reason, error = why_kept(call)
         failed = look_for_writes(call)
         verdict = can_stream(call)
@@ -311,12 +317,12 @@ def _looked(call: LayerCall) -> tuple[Exception | None, Verdict]:
     # one trial's exception is no verdict about the layer
     elif verdict.streams and error is not None:
         findings.is_tested = False
-        findings.doubt(broken(error))
-        verdict = Verdict(False, broken(error))
+        findings.add_doubt(reason_of_error(error))
+        verdict = Verdict(False, reason_of_error(error))
     return failed, verdict
 
 
-def _streamed(call: LayerCall, strategy: Strategy) -> Any:
+def _run_in_chunks(call: LayerCall, strategy: Strategy) -> Any:
     """Run a call of a decoder layer in chunks and return its result, with a graph if gradients are
     required.
 
@@ -334,13 +340,13 @@ def _streamed(call: LayerCall, strategy: Strategy) -> Any:
             call.saved.choose(call.rows, functools.partial(can_keep_graph, call))
         weights = parameters.current()
         if layer_state.weights is not None:
-            call.backward.send_gradients, weights = layer_state.weights.arriving(
+            call.backward.send_gradients, weights = layer_state.weights.receive_gradients(
                 layer_state.index, weights, call.device
             )
         if call.saved.moves:
             assert layer_state.offloader is not None
             call.saved.store = layer_state.offloader.open(layer_state.index, call.device)
-        reductions = layer_state.of(reductions_of)
+        reductions = layer_state.cached_result(reductions_of)
         hidden_states = (
             EngineReduce.apply(hidden_states, reductions) if reductions else hidden_states
         )
@@ -353,11 +359,11 @@ def _streamed(call: LayerCall, strategy: Strategy) -> Any:
         on_device = (
             NULL_CONTEXT
             if layer_state.weights is None
-            else layer_state.weights_here("forward", call.device)
+            else layer_state.load_weights("forward", call.device)
         )
         with (
             on_device,
-            watching(call.snapshot.hooks)
+            watch_hooks(call.snapshot.hooks)
             if layer_state.tests.warm_up is not None
             else NO_HOOKS as modifying_hooks,
         ):
@@ -368,7 +374,7 @@ def _streamed(call: LayerCall, strategy: Strategy) -> Any:
             layer_state.fingerprint.learn(layer_state.layer, call.snapshot, versions)
     by_place = dict(zip(call.form.extras, extras, strict=True))
     if by_place:
-        deliver(by_place, call.arguments.mappings)
+        deliver_outputs(by_place, call.arguments.mappings)
     return call.wrap(output, by_place)
 
 
@@ -400,7 +406,7 @@ def _why_not_between_documents(layer_state: LayerState, arguments: Arguments) ->
     return None
 
 
-def _tell_of_documents(layer_state: LayerState, rows: PackedRows, arguments: Arguments) -> None:
+def _pass_documents(layer_state: LayerState, rows: PackedRows, arguments: Arguments) -> None:
     """Pass the documents that position_ids mark to the attention mask, and to state kernels that
     accept document boundaries.
 
@@ -413,9 +419,9 @@ def _tell_of_documents(layer_state: LayerState, rows: PackedRows, arguments: Arg
     if isinstance(mask, LazyMask):
         mask.ends = rows.ends
     if layer_state.kind.states.carries and layer_state.tests.kernels_take_documents:
-        names = arguments_that_tell(mixers_of(layer_state.layer), len(rows.ends))
+        names = document_arguments(mixers_of(layer_state.layer), len(rows.ends))
         if names:
-            arguments.tell(rows.as_documents(names, arguments.hidden_states.device))
+            arguments.add_documents(rows.to_documents(names, arguments.hidden_states.device))
 
 
 def _refuse_inner_fsdp(layer: nn.Module) -> None:

@@ -7,18 +7,20 @@ import torch
 from torch import Tensor
 
 from streambp.admission.own_run import StreamingMismatchError
-from streambp.admission.rehearsal import CHUNK, causal_prefix, may_have_graphs, rehearsed
-from streambp.admission.snapshot import Restored
+from streambp.admission.rehearsal import TRIAL_CHUNK_SIZE, causal_prefix, may_have_graphs, rehearse
+from streambp.admission.snapshot import StateRestorer
 from streambp.attention.prefix import Stage
 from streambp.chunks import Chunk
 from streambp.device import RandomState
 from streambp.layer.call import LayerCall
 
-SETS = "its forward initialises itself at its first call ({})"
-LOUDER = 64  # times larger than other tokens: what keeps a running value shows in half precision
+REASON_FIRST_CALL = "its forward initialises itself at its first call ({})"
+TOKEN_SCALE = (
+    64  # times larger than other tokens: what keeps a running value shows in half precision
+)
 
 
-def set_once(call: LayerCall, x: Tensor, state: Restored) -> list[str]:
+def find_values_set_once(call: LayerCall, x: Tensor, state: StateRestorer) -> list[str]:
     """Return the names of the values that a layer sets at its first call and never again, such as a
     scale computed from the first batch. Chunks would compute the value from the first chunk, so the
     layer runs unchunked.
@@ -37,16 +39,16 @@ def set_once(call: LayerCall, x: Tensor, state: Restored) -> list[str]:
     # The trial had a graph, and random numbers in place of zeros in trained weights. Third-party
     # code may take such zeros for a missing value.
     if not torch.is_grad_enabled() or state.has_foreign_code:
-        _once(call, x)
+        _run_once(call, x)
     names = state.changes()
     if not names:
         return []
     call.snapshot = call.layer_state.fingerprint.learn(call.layer_state.layer, call.snapshot)
     state.rewind()
-    first = _once(call, x)
+    first = _run_once(call, x)
     state.end_run()
-    _once(call, x[..., :CHUNK, :] * LOUDER)
-    repeated = _once(call, x)
+    _run_once(call, x[..., :TRIAL_CHUNK_SIZE, :] * TOKEN_SCALE)
+    repeated = _run_once(call, x)
     if bool(first.isfinite().all()) and not _repeats(first, repeated):
         raise StreamingMismatchError(
             f"{type(call.layer_state.layer).__name__} returns different values for the same tokens: "
@@ -55,32 +57,32 @@ def set_once(call: LayerCall, x: Tensor, state: Restored) -> list[str]:
             "buffer (register_buffer): then the layer runs unchunked, and its recomputation "
             "starts from the same value."
         )
-    names = state.set_once()
+    names = state.values_set_once()
     if names:  # a constant may be set at any time
         state.rewind()
-        _once(call, x[..., :CHUNK, :] * LOUDER)
-        names = [name for name in state.set_otherwise() if name in names]
+        _run_once(call, x[..., :TRIAL_CHUNK_SIZE, :] * TOKEN_SCALE)
+        names = [name for name in state.values_set_again() if name in names]
     return names
 
 
 def _repeats(first: Tensor, repeated: Tensor) -> bool:
     """True if two outputs [..., B, t, h] for the same tokens are equal: to the bit on a CPU, up to
-    rounding on other devices. Otherwise `set_once` raises."""
+    rounding on other devices. Otherwise `find_values_set_once` raises."""
     if torch.equal(first, repeated) or first.device.type == "cpu":
         return torch.equal(first, repeated)
     tolerance = 2 * torch.finfo(first.dtype).eps * first.float().norm()
     return bool((first - repeated).float().norm() <= tolerance)
 
 
-def _once(call: LayerCall, x: Tensor) -> Tensor:
-    """Run the layer once for `set_once`, on x [..., B, t, h] in one chunk and in the layer's train
-    or eval mode, and return the output. All runs use the same random numbers."""
+def _run_once(call: LayerCall, x: Tensor) -> Tensor:
+    """Run the layer once for `find_values_set_once`, on x [..., B, t, h] in one chunk and in the
+    layer's train or eval mode, and return the output. All runs use the same random numbers."""
     graph = torch.is_grad_enabled() and may_have_graphs(call)
     prefix = causal_prefix(call, x.shape[-2])
     prefix.overwritten = graph  # the layer may write to its attention's output
     leaf, stage = x.detach().requires_grad_(graph), Stage.RECOMPUTE if graph else Stage.FORWARD
-    with RandomState.capture(call.device).replayed():
-        ((_, output),) = rehearsed(
+    with RandomState.capture(call.device).replay():
+        ((_, output),) = rehearse(
             call, leaf, [Chunk(0, 0, x.shape[-2])], stage, prefix, lambda _: None
         )
     assert output is not None

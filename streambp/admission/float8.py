@@ -64,7 +64,7 @@ def _scales_over_tokens(module: nn.Module) -> bool:
         return False
     for name in FLOAT8_CASTS:
         cast = getattr(config, name, None)
-        if _scales(cast) and not _has(cast, "scaling_granularity", AXISWISE):
+        if _scales(cast) and not _field_equals(cast, "scaling_granularity", AXISWISE):
             return True
     weight: Any = module.weight
     # The product for the weight's gradient sums over tokens, so every scale covers all tokens.
@@ -75,9 +75,9 @@ def _scales_over_tokens(module: nn.Module) -> bool:
 
 def _scales(cast: Any) -> bool:
     """True if an operand is cast to float8; False if the product keeps its dtype."""
-    return not _has(cast, "scaling_type", DISABLED)
+    return not _field_equals(cast, "scaling_type", DISABLED)
 
 
-def _has(cast: Any, field: str, value: str) -> bool:
+def _field_equals(cast: Any, field: str, value: str) -> bool:
     """True if a field of a cast's configuration is the enumeration's member with this value."""
     return bool(getattr(getattr(cast, field, None), "value", None) == value)

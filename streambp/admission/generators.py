@@ -18,16 +18,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from streambp.admission.snapshot import Restored
+from streambp.admission.snapshot import StateRestorer
 from streambp.admission.third_party import foreign_parts
 from streambp.fingerprint.snapshots import Generator, LayerSnapshot, ModuleSnapshot
 from streambp.layer.call import LayerCall
 from streambp.layer.layer_state import LayerState
-from streambp.layer.products import hooked_everywhere
-from streambp.layer.side_effects import buffers_of, in_place_of_buffers
+from streambp.layer.products import has_global_hooks
+from streambp.layer.side_effects import buffers_of, replace_buffers
 
 # Only third-party code counts: transformers' layers never draw here, but other threads may.
-OF_ALL: tuple[Generator, ...] = (random._inst, np.random.mtrand._rand)  # type: ignore[attr-defined]
+GLOBAL_GENERATORS: tuple[Generator, ...] = (random._inst, np.random.mtrand._rand)  # type: ignore[attr-defined]
 
 
 def generators_of(layer_state: LayerState, snapshot: LayerSnapshot) -> list[Generator]:
@@ -42,10 +42,10 @@ def generators_of(layer_state: LayerState, snapshot: LayerSnapshot) -> list[Gene
     shared = (
         layer_state.previous is not None
         or snapshot.hooks.locations
-        or hooked_everywhere()
-        or layer_state.of(foreign_parts)
+        or has_global_hooks()
+        or layer_state.cached_result(foreign_parts)
     )
-    return [*snapshot.body.generators, *(OF_ALL if shared else ())]
+    return [*snapshot.body.generators, *(GLOBAL_GENERATORS if shared else ())]
 
 
 def generator_states(generators: Sequence[Generator]) -> list[Any]:
@@ -87,7 +87,7 @@ def has_drawn(generators: Sequence[Generator], states: Sequence[Any]) -> bool:
 
 
 @contextlib.contextmanager
-def generators_kept(generators: Sequence[Generator]) -> Iterator[None]:
+def keep_generator_states(generators: Sequence[Generator]) -> Iterator[None]:
     """Context manager for a test run that restores the generators' states afterwards, so that the
     call itself draws the same numbers."""
     states = generator_states(generators)
@@ -98,31 +98,38 @@ def generators_kept(generators: Sequence[Generator]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def leaving_no_trace(module: nn.Module) -> Iterator[Restored]:
+def restore_module_state(module: nn.Module) -> Iterator[StateRestorer]:
     """Context manager for a test or warm-up that restores a module's attributes, buffers and random
-    generators afterwards. Torch's default generators are not restored. Yields the `Restored`
+    generators afterwards. Torch's default generators are not restored. Yields the `StateRestorer`
     object, which can also restore the attributes between two runs. [Note: a trial leaves nothing]
     """
-    buffers, generators = buffers_of(module), (*ModuleSnapshot(module, set()).generators, *OF_ALL)
-    with in_place_of_buffers(buffers), generators_kept(generators), Restored(module) as restored:
+    buffers, generators = (
+        buffers_of(module),
+        (*ModuleSnapshot(module, set()).generators, *GLOBAL_GENERATORS),
+    )
+    with (
+        replace_buffers(buffers),
+        keep_generator_states(generators),
+        StateRestorer(module) as restored,
+    ):
         yield restored
 
 
 @contextlib.contextmanager
-def on_trial(call: LayerCall) -> Iterator[Restored]:
+def trial_context(call: LayerCall) -> Iterator[StateRestorer]:
     """Context manager for a test run of a layer: its attributes, buffers and random generators are
-    restored afterwards. Yields the `Restored` object, which can also restore the attributes between
-    two runs.
+    restored afterwards. Yields the `StateRestorer` object, which can also restore the attributes
+    between two runs.
 
-    Must be entered inside `LayerCall.streaming`, which changes modules and configs.
+    Must be entered inside `LayerCall.prepare_layer`, which changes modules and configs.
     """
     buffers, generators = (
         buffers_of(call.layer_state.layer),
         generators_of(call.layer_state, call.snapshot),
     )
     with (
-        in_place_of_buffers(buffers),
-        generators_kept(generators),
-        Restored(call.layer_state.layer) as restored,
+        replace_buffers(buffers),
+        keep_generator_states(generators),
+        StateRestorer(call.layer_state.layer) as restored,
     ):
         yield restored

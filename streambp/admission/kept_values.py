@@ -32,54 +32,61 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from streambp.admission.agreement import HALF_TOLERANCE, TOLERANCE, coarsest
-from streambp.admission.first_call import LOUDER
-from streambp.admission.generators import on_trial
+from streambp.admission.agreement import HALF_TOLERANCE, TOLERANCES, coarsest_dtype
+from streambp.admission.first_call import TOKEN_SCALE
+from streambp.admission.generators import trial_context
 from streambp.admission.long_trial import why_not_at_length
 from streambp.admission.own_run import StreamingMismatchError, UnpatchedRun
 from streambp.admission.rehearsal import (
-    CHUNK,
-    as_trained,
+    TRIAL_CHUNK_SIZE,
     causal_prefix,
+    disable_compilation,
     may_have_graphs,
-    nothing_compiled,
-    nothing_masked,
+    prepare_rehearsal,
     random_like,
-    rehearsed,
-    rehearsing,
+    randomize_zero_weights,
+    rehearse,
+    unmask_arguments,
 )
-from streambp.admission.snapshot import Restored, Snapshot
+from streambp.admission.snapshot import Snapshot, StateRestorer
 from streambp.attention.prefix import Prefix, Stage
 from streambp.chunks import Chunk, ChunkPlan
 from streambp.device import RandomState, has_data, is_out_of_memory
 from streambp.errors import StreamBPError, UnsupportedModelError
-from streambp.fingerprint.hooks import unwatched
-from streambp.fingerprint.memory import KNOWN, PLAIN, Memory, is_theirs, stored_on, undone
+from streambp.fingerprint.hooks import unwrap_hook
+from streambp.fingerprint.memory import (
+    KNOWN_MODULES,
+    PLAIN_TYPES,
+    ReachableValues,
+    is_third_party,
+    stored_attributes,
+    undo_changes,
+)
 from streambp.fingerprint.snapshots import LayerSnapshot
 from streambp.known_names import GLOBAL_HOOKS
 from streambp.layer.call import LayerCall, plan_of
-from streambp.layer.layer_state import REACH, LayerState, remember
+from streambp.layer.layer_state import THIRD_PARTY_CODE_KEY, LayerState, remember
 from streambp.layer.recompute import Parameters, slots_of
-from streambp.recurrent.documents import in_several, tried_rows
-from streambp.recurrent.states import LEAST_TOKENS, States
+from streambp.recurrent.documents import split_documents, trial_rows
+from streambp.recurrent.states import MIN_CHUNK_TOKENS, States
 
 T = TypeVar("T")
 Roots = list[tuple[str, Any]]
-Kind = frozenset[tuple[str, Any]]
-NAMED_AT_MOST = 3
+CallKind = frozenset[tuple[str, Any]]
+MAX_NAMED_VALUES = 3
 # Positions by which a test's tokens are moved along the sequence, in one run each. The chunk that
 # runs last may by chance contain the maximum that code stores, and then equals the full sequence.
-ROLLS = (0, CHUNK, 2 * CHUNK)
-SHORT = 8  # entries of a list whose flags distinguish kinds of calls
-KEEPS_VALUES = (
+TOKEN_ROLLS = (0, TRIAL_CHUNK_SIZE, 2 * TRIAL_CHUNK_SIZE)
+MAX_FLAG_ENTRIES = 8  # entries of a list whose flags distinguish kinds of calls
+REASON_STORED_VALUES = (
     "it, or a hook inside it, keeps values for later, of which chunks would leave others than the "
     "whole sequence"
 )
-ADVANCES = (
+REASON_ITERATOR = (
     "its code may advance an iterator ({}), whose position could not be restored after a test run"
 )
-OUT_OF_SIGHT = "tensors out of sight"
-MISSING = object()
+UNREACHABLE_TENSORS = "tensors out of sight"
+MISSING_VALUE = object()
 _DIGITS = re.compile(r"\d+")
 
 
@@ -93,24 +100,24 @@ def roots_of(layer_state: LayerState, snapshot: LayerSnapshot) -> Roots:
         snapshot: snapshot of its modules, hooks and attributes.
     """
     hooks = [
-        ("", unwatched(table[number]))
+        ("", unwrap_hook(table[number]))
         for table, number in snapshot.hooks.locations.values()
         if number in table
     ]
     everywhere = vars(torch.nn.modules.module)
     hooks += [("", hook) for name in GLOBAL_HOOKS for hook in everywhere[name].values()]
-    hooks = [(name, hook) for name, hook in hooks if is_theirs(hook)]
-    if layer_state.previous is not None and is_theirs(layer_state.previous):
+    hooks = [(name, hook) for name, hook in hooks if is_third_party(hook)]
+    if layer_state.previous is not None and is_third_party(layer_state.previous):
         hooks.append(("", layer_state.previous))
-    code = layer_state.of(_code_of_others)
+    code = layer_state.cached_result(_third_party_code)
     if not hooks and not code:
         return []
     return [*layer_state.layer.named_modules(), *hooks, *code]
 
 
-def tell(
-    layer_state: LayerState, snapshot: LayerSnapshot, kind: Kind, hidden_states: Tensor
-) -> Kind:
+def extend_kind(
+    layer_state: LayerState, snapshot: LayerSnapshot, kind: CallKind, hidden_states: Tensor
+) -> CallKind:
     """Return `kind`, the key of test results, with an added entry for values that third-party code
     inside the layer stores. A changed flag or string therefore makes the layer be tested again, and
     so does a call with the length of a stored tensor.
@@ -126,20 +133,20 @@ def tell(
     roots = roots_of(layer_state, snapshot)
     if not roots:
         return kind
-    structure = frozenset(pair for pair in kind if pair[0] != REACH)
+    structure = frozenset(pair for pair in kind if pair[0] != THIRD_PARTY_CODE_KEY)
     rows, length = hidden_states.shape[-3:-1]
     as_long, flags = False, []
-    for path, value in Memory(roots).values.items():
+    for path, value in ReachableValues(roots).values.items():
         if path in layer_state.fingerprint.stored_paths:
             continue
-        if isinstance(value, PLAIN):
+        if isinstance(value, PLAIN_TYPES):
             flags += _flag(path, value)
         elif length > 1 and not isinstance(value, nn.Parameter):  # weights have any sizes
             sizes = tuple(value.shape[:2])
             as_long |= length in sizes or sizes[:1] == (rows * length,)
     as_long = as_long and len(plan_of(layer_state, rows, length, hidden_states.device)) > 1
     digest = hashlib.blake2b(repr(flags).encode(), digest_size=16).hexdigest()
-    return structure | {(REACH, (digest, as_long))}
+    return structure | {(THIRD_PARTY_CODE_KEY, (digest, as_long))}
 
 
 def _flag(path: str, value: Any) -> list[tuple[str, Any]]:
@@ -152,9 +159,9 @@ def _flag(path: str, value: Any) -> list[tuple[str, Any]]:
         value: a flag, number or string.
 
     Returns:
-        [(path, part)]; [] for an entry of a list behind its first `SHORT` entries.
+        [(path, part)]; [] for an entry of a list behind its first `MAX_FLAG_ENTRIES` entries.
     """
-    if any(int(number) >= SHORT for number in re.findall(r"\[(\d+)\]", path)):
+    if any(int(number) >= MAX_FLAG_ENTRIES for number in re.findall(r"\[(\d+)\]", path)):
         return []
     if path.startswith("len("):
         return [(path, "is there")]
@@ -163,34 +170,34 @@ def _flag(path: str, value: Any) -> list[tuple[str, Any]]:
     return [(path, _DIGITS.sub("", value) if isinstance(value, str) else value)]
 
 
-def _code_of_others(layer: nn.Module) -> Roots:
+def _third_party_code(layer: nn.Module) -> Roots:
     """Return third-party classes, functions and objects that the layer's forward may run, as (name,
     object). Such code may store values."""
     by_id: dict[int, tuple[str, Any]] = {}
     for path, module in layer.named_modules():
         for name, value in module.__dict__.items():
-            if callable(value) and not isinstance(value, nn.Module) and is_theirs(value):
+            if callable(value) and not isinstance(value, nn.Module) and is_third_party(value):
                 by_id[id(value)] = (f"{path}.{name}".removeprefix("."), value)
         for base in type(module).__mro__:
             if base is nn.Module:
                 break
-            if base.__module__.partition(".")[0] not in KNOWN:
+            if base.__module__.partition(".")[0] not in KNOWN_MODULES:
                 by_id[id(base)] = (base.__name__, base)
                 continue
             for name, value in vars(base).items():
-                if callable(value) and not isinstance(value, type) and is_theirs(value):
+                if callable(value) and not isinstance(value, type) and is_third_party(value):
                     by_id[id(value)] = (f"{base.__name__}.{name}", value)
     return list(by_id.values())
 
 
-def leaving_nothing(call: LayerCall) -> contextlib.AbstractContextManager[Any]:
+def restore_stored_values(call: LayerCall) -> contextlib.AbstractContextManager[Any]:
     """Return a context manager for a test run of a layer on random tokens. Values that third-party
     code stores during the run are removed afterwards."""
     roots = roots_of(call.layer_state, call.snapshot) if call.device.type != "meta" else []
-    return undone(roots) if roots else contextlib.nullcontext()
+    return undo_changes(roots) if roots else contextlib.nullcontext()
 
 
-def recomputed(
+def recomputation_context(
     layer_state: LayerState, snapshot: LayerSnapshot
 ) -> contextlib.AbstractContextManager[Any]:
     """Return a context manager for the recomputation in backward. Values that third-party code
@@ -201,21 +208,21 @@ def recomputed(
         snapshot: snapshot of its modules, hooks and attributes.
     """
     roots = roots_of(layer_state, snapshot)
-    return undone(roots) if roots else contextlib.nullcontext()
+    return undo_changes(roots) if roots else contextlib.nullcontext()
 
 
-def without_traces(find: Callable[..., T]) -> Callable[..., T]:
+def restore_after(find: Callable[..., T]) -> Callable[..., T]:
     """Wrap `find`, a function that tests a layer and takes a `LayerCall` as first argument. Values
     that third-party code in the layer stores during the function's run are removed afterwards."""
 
     def find_and_restore(call: LayerCall, *args: Any) -> T:
-        with leaving_nothing(call):
+        with restore_stored_values(call):
             return find(call, *args)
 
     return find_and_restore
 
 
-def refusing_chunks(forward: Callable[[LayerCall, bool], T]) -> Callable[[LayerCall, bool], T]:
+def refuse_chunk_values(forward: Callable[[LayerCall, bool], T]) -> Callable[[LayerCall, bool], T]:
     """Wrap `forward`, the function that runs a layer in chunks: raise if third-party code stored a
     tensor with one entry for each token of a chunk.
 
@@ -232,9 +239,9 @@ def refusing_chunks(forward: Callable[[LayerCall, bool], T]) -> Callable[[LayerC
         )
         if not roots:
             return forward(call, keep)
-        memory = Memory(roots)
+        memory = ReachableValues(roots)
         outputs = forward(call, keep)
-        for path, value in Memory(roots).changes_since(memory).items():
+        for path, value in ReachableValues(roots).changes_since(memory).items():
             is_expected = path in layer_state.fingerprint.stored_paths
             if (
                 not is_expected
@@ -271,7 +278,9 @@ def _refuse(call: LayerCall, value_text: str) -> NoReturn:
         value_text: the value's name and shape, for the message.
     """
     layer_state = call.layer_state
-    layer_state.tests.results[call.arguments.kind].set_result(f"{KEEPS_VALUES} ({value_text})")
+    layer_state.tests.results[call.arguments.kind].set_result(
+        f"{REASON_STORED_VALUES} ({value_text})"
+    )
     when = "did not when it was tried"
     if layer_state.tests.warm_up is not None and layer_state.tests.warm_up.on:
         layer_state.tests.warm_up.on = False
@@ -292,7 +301,7 @@ def why_untestable(call: LayerCall) -> str | None:
     if not roots_of(call.layer_state, call.snapshot):
         return None
     iterators = Snapshot(call.layer_state.layer).iterators()
-    return ADVANCES.format(", ".join(iterators)) if iterators else None
+    return REASON_ITERATOR.format(", ".join(iterators)) if iterators else None
 
 
 def why_kept(call: LayerCall) -> tuple[str | None, Exception | None]:
@@ -314,11 +323,14 @@ def why_kept(call: LayerCall) -> tuple[str | None, Exception | None]:
     failed: Exception | None = None
     reason = None
     try:
-        with nothing_compiled(), _plain_dropout(call), contextlib.ExitStack() as stack:
-            stack.enter_context(rehearsing(call))
-            reason = _why_kept(call, x, roots, stack.enter_context(on_trial(call)))
-            if reason is None and dict(call.arguments.kind).get(REACH, ("", False))[1]:
-                stack.enter_context(_as_in_a_step(call))
+        with disable_compilation(), _disable_dropout(call), contextlib.ExitStack() as stack:
+            stack.enter_context(prepare_rehearsal(call))
+            reason = _why_kept(call, x, roots, stack.enter_context(trial_context(call)))
+            if (
+                reason is None
+                and dict(call.arguments.kind).get(THIRD_PARTY_CODE_KEY, ("", False))[1]
+            ):
+                stack.enter_context(_training_grad_mode(call))
                 reason = why_not_at_length(call)
     except Exception as error:
         # the unpatched forward failed, which may happen in any trial
@@ -327,7 +339,7 @@ def why_kept(call: LayerCall) -> tuple[str | None, Exception | None]:
             raise
         failed = error
     earlier_kind = call.arguments.kind
-    call.arguments.kind = tell(layer_state, call.snapshot, earlier_kind, x)
+    call.arguments.kind = extend_kind(layer_state, call.snapshot, earlier_kind, x)
     if earlier_kind != call.arguments.kind and earlier_kind in layer_state.tests.results:
         remember(
             layer_state.tests.results,
@@ -337,7 +349,7 @@ def why_kept(call: LayerCall) -> tuple[str | None, Exception | None]:
     return reason, failed
 
 
-def _why_kept(call: LayerCall, x: Tensor, roots: Roots, state: Restored) -> str | None:
+def _why_kept(call: LayerCall, x: Tensor, roots: Roots, state: StateRestorer) -> str | None:
     """Return the reason, as text for `describe`, to run the layer unchunked: the names of stored
     values that differ between chunks and the full sequence. None if all are equal.
 
@@ -349,40 +361,45 @@ def _why_kept(call: LayerCall, x: Tensor, roots: Roots, state: Restored) -> str 
     """
     with torch.no_grad():
         tokens, upstream = random_like(x), random_like(x)
-    trial = _Trial(call, tokens, upstream, roots, state)
-    for roll in ROLLS:
+    trial = _StoredValuesTrial(call, tokens, upstream, roots, state)
+    for roll in TOKEN_ROLLS:
         trial.x = tokens.roll(roll, -2)
         unchunked, chunks = (
             trial.stored_values(trial.run_unchunked),
-            trial.stored_values(trial.in_chunks),
+            trial.stored_values(trial.run_in_chunks),
         )
         call.layer_state.fingerprint.stored_paths |= unchunked.keys() | chunks.keys()
-        differing = _differing(unchunked, chunks, coarsest(call, x))
+        differing = _differences(unchunked, chunks, coarsest_dtype(call, x))
         if differing or not unchunked:
             break
     if differing:  # a value that changes at each run, such as a time, shows nothing
         repeated = trial.stored_values(trial.run_unchunked)
-        noisy = _differing(unchunked, repeated, coarsest(call, x))
+        noisy = _differences(unchunked, repeated, coarsest_dtype(call, x))
         differing = {path: shapes for path, shapes in differing.items() if path not in noisy}
     if not differing:
         return _why_kept_before(call.layer_state, roots)
     # A value that only the first call sets is no record of later calls.
-    recorded = _differing(unchunked, trial.stored_values(trial.run_twice), coarsest(call, x))
+    recorded = _differences(
+        unchunked, trial.stored_values(trial.run_twice), coarsest_dtype(call, x)
+    )
     call.layer_state.tests.differing |= differing.keys() & recorded.keys()
-    otherwise = _differing(unchunked, trial.stored_values(trial.at_once), coarsest(call, x))
+    otherwise = _differences(
+        unchunked, trial.stored_values(trial.run_in_one_chunk), coarsest_dtype(call, x)
+    )
     # Tensors in graphs are out of sight as well, and differ for another attention.
     otherwise = {
         path: shapes
         for path, shapes in otherwise.items()
-        if path in differing and path != OUT_OF_SIGHT
+        if path in differing and path != UNREACHABLE_TENSORS
     }
     if otherwise:
         raise UnsupportedModelError(
             f"{type(call.layer_state.layer).__name__}, or a hook inside it, stores values that streamed layers "
-            f"do not compute, such as attention weights: {_named(otherwise)}. Remove the code that "
+            f"do not compute, such as attention weights: {_names_text(otherwise)}. Remove the code "
+            "that "
             "stores the values, or pass output_attentions=True, so that the call runs unpatched."
         )
-    return f"{KEEPS_VALUES} ({_named(differing)})"
+    return f"{REASON_STORED_VALUES} ({_names_text(differing)})"
 
 
 def _why_kept_before(layer_state: LayerState, roots: Roots) -> str | None:
@@ -399,18 +416,24 @@ def _why_kept_before(layer_state: LayerState, roots: Roots) -> str | None:
     """
     if not layer_state.tests.differing:
         return None
-    paths = Memory(roots).values.keys() & layer_state.tests.differing
-    return f"{KEEPS_VALUES} ({_named(dict.fromkeys(sorted(paths), ''))})" if paths else None
-
-
-def _named(differing: dict[str, str]) -> str:
-    labels = [path + shapes for path, shapes in list(differing.items())[:NAMED_AT_MOST]]
-    return ", ".join(labels) + (
-        f" and {len(differing) - NAMED_AT_MOST} more" if len(differing) > NAMED_AT_MOST else ""
+    paths = ReachableValues(roots).values.keys() & layer_state.tests.differing
+    return (
+        f"{REASON_STORED_VALUES} ({_names_text(dict.fromkeys(sorted(paths), ''))})"
+        if paths
+        else None
     )
 
 
-class _Trial:
+def _names_text(differing: dict[str, str]) -> str:
+    labels = [path + shapes for path, shapes in list(differing.items())[:MAX_NAMED_VALUES]]
+    return ", ".join(labels) + (
+        f" and {len(differing) - MAX_NAMED_VALUES} more"
+        if len(differing) > MAX_NAMED_VALUES
+        else ""
+    )
+
+
+class _StoredValuesTrial:
     """Test runs of a layer over a few tokens, to compare the values that third-party code stores in
     each. Every run starts from the same state and random numbers, in the layer's train or eval
     mode.
@@ -424,7 +447,7 @@ class _Trial:
     """
 
     def __init__(
-        self, call: LayerCall, x: Tensor, upstream: Tensor, roots: Roots, state: Restored
+        self, call: LayerCall, x: Tensor, upstream: Tensor, roots: Roots, state: StateRestorer
     ) -> None:
         self.call, self.x, self.upstream, self.roots = call, x, upstream, roots
         self.state = state
@@ -442,31 +465,32 @@ class _Trial:
         values are restored afterwards.
 
         Args:
-            run: the method that runs the layer: `run_unchunked`, `at_once` or `in_chunks`.
+            run: the method that runs the layer: `run_unchunked`, `run_in_one_chunk` or
+                `run_in_chunks`.
         """
         named_arguments, length = self.call.arguments.by_name, self.x.shape[-2]
         documents = (
-            in_several(named_arguments, length) if self.call.packing.document_arguments else {}
+            split_documents(named_arguments, length) if self.call.packing.document_arguments else {}
         )
-        rows = None if self.call.packing.rows is None else tried_rows(self.x.shape[-3], length)
+        rows = None if self.call.packing.rows is None else trial_rows(self.x.shape[-3], length)
         test_arguments = self.call.arguments.replace(
-            {**nothing_masked(named_arguments, length), **documents}, rows
+            {**unmask_arguments(named_arguments, length), **documents}, rows
         )
         self.state.rewind()
-        with undone(self.roots) as (start, writes):
+        with undo_changes(self.roots) as (start, writes):
             # Draw the weights inside, so that each run has the same weights.
-            with self.random.replayed(), test_arguments, as_trained(self.call) as shadows:
+            with self.random.replay(), test_arguments, randomize_zero_weights(self.call) as shadows:
                 run(shadows or [])
             on_weights = {
                 f"parameter {number}.{name}": value
                 for number, shadow in enumerate(shadows or [])
-                for name, value in stored_on(shadow).items()
+                for name, value in stored_attributes(shadow).items()
             }
             del shadows
-            end = Memory(self.roots)
-            values, unreachable = end.changes_since(start, writes), writes.kept_elsewhere(end)
+            end = ReachableValues(self.roots)
+            values, unreachable = end.changes_since(start, writes), writes.shapes_outside(end)
             values.update(on_weights)
-            return {**values, OUT_OF_SIGHT: unreachable} if unreachable else values
+            return {**values, UNREACHABLE_TENSORS: unreachable} if unreachable else values
 
     def run_unchunked(self, shadows: list[Tensor]) -> None:
         """Run the unpatched layer once, with backward if the call has one. `stored_values` then
@@ -477,13 +501,13 @@ class _Trial:
         """
         # the unpatched layer may not accept several documents
         if self.call.packing.marks_documents:
-            self.at_once(shadows)
+            self.run_in_one_chunk(shadows)
         else:
             UnpatchedRun(self.call, self.x, self.upstream, shadows)
 
     def run_twice(self, shadows: list[Tensor]) -> None:
-        """Run the layer as in `run_unchunked`, and again on tokens that are `LOUDER` times larger,
-        because later calls may change a stored value too.
+        """Run the layer as in `run_unchunked`, and again on tokens that are `TOKEN_SCALE` times
+        larger, because later calls may change a stored value too.
 
         Args:
             shadows: replacements of the layer's trainable parameters.
@@ -491,28 +515,28 @@ class _Trial:
         self.run_unchunked(shadows)
         x = self.x
         try:
-            self.x = LOUDER * x
+            self.x = TOKEN_SCALE * x
             self.run_unchunked(shadows)
         finally:
             self.x = x
 
-    def at_once(self, _: list[Tensor]) -> None:
+    def run_in_one_chunk(self, _: list[Tensor]) -> None:
         """Run the layer once, unchunked, but with streambp's attention, to find stored values that
         depend on the model's own attention, such as attention weights."""
         stage = Stage.RECOMPUTE if self.graph else Stage.FORWARD
         self._run(stage, [Chunk(0, 0, self.x.shape[-2])], lambda _: None)
 
-    def in_chunks(self, _: list[Tensor]) -> None:
+    def run_in_chunks(self, _: list[Tensor]) -> None:
         """Run the layer in chunks as a training step does: without a graph, then recomputed with
         backward."""
         length = self.x.shape[-2]
-        plan = ChunkPlan(length, min(CHUNK, -(-length // 2)))
+        plan = ChunkPlan(length, min(TRIAL_CHUNK_SIZE, -(-length // 2)))
         packing = self.call.packing
-        plan = plan.avoiding(packing.barriers) if packing.barriers else plan
-        chunks = list(plan.with_least(LEAST_TOKENS))
+        plan = plan.avoid_barriers(packing.barriers) if packing.barriers else plan
+        chunks = list(plan.with_min_tokens(MIN_CHUNK_TOKENS))
         prefix = causal_prefix(self.call, length)
         with torch.no_grad():
-            ran = list(rehearsed(self.call, self.x.detach(), chunks, Stage.FORWARD, prefix))
+            ran = list(rehearse(self.call, self.x.detach(), chunks, Stage.FORWARD, prefix))
         if self.graph and prefix.chunk_picks:  # indexers pick keys in the order of the sequence
             self._run(Stage.RECOMPUTE, chunks, lambda ended: ended)
         elif self.graph:
@@ -541,14 +565,14 @@ class _Trial:
         x = self.x.detach().requires_grad_(graph)
         prefix = causal_prefix(self.call, x.shape[-2])
         prefix.overwritten = graph  # a write to the attention's output has not been ruled out yet
-        ran = rehearsed(self.call, x, chunks, stage, prefix, start)
+        ran = rehearse(self.call, x, chunks, stage, prefix, start)
         outputs = [output.hidden_states for _, output in ran if output is not None]
         output = torch.cat(outputs, -2)  # [..., B, T, h]
         if output.requires_grad:
             torch.autograd.grad(output, [x], self.upstream, allow_unused=True)
 
 
-def _differing(
+def _differences(
     values: dict[str, Any], other_values: dict[str, Any], dtype: torch.dtype
 ) -> dict[str, str]:
     """Return a dict from the path of each stored value that differs between two runs by more than
@@ -560,15 +584,15 @@ def _differing(
         dtype: dtype that determines the tolerance.
     """
     differences = {}
-    tolerance = TOLERANCE.get(dtype, HALF_TOLERANCE)
+    tolerance = TOLERANCES.get(dtype, HALF_TOLERANCE)
     for path in dict.fromkeys((*values, *other_values)):
-        first, second = values.get(path, MISSING), other_values.get(path, MISSING)
-        if not _alike(first, second, tolerance):
-            differences[path] = _told(first, second)
+        first, second = values.get(path, MISSING_VALUE), other_values.get(path, MISSING_VALUE)
+        if not _values_agree(first, second, tolerance):
+            differences[path] = _shapes_text(first, second)
     return differences
 
 
-def _alike(first_value: Any, other_value: Any, tolerance: float) -> bool:
+def _values_agree(first_value: Any, other_value: Any, tolerance: float) -> bool:
     """True if two stored values are equal, numbers and tensors up to a relative `tolerance`."""
     if (
         isinstance(first_value, np.ndarray)
@@ -606,12 +630,12 @@ def _alike(first_value: Any, other_value: Any, tolerance: float) -> bool:
         )
     return first_value is other_value or (
         type(first_value) is type(other_value)
-        and isinstance(first_value, PLAIN)
+        and isinstance(first_value, PLAIN_TYPES)
         and first_value == other_value
     )
 
 
-def _told(unchunked: Any, chunks: Any) -> str:
+def _shapes_text(unchunked: Any, chunks: Any) -> str:
     """Return the shapes of two stored tensors as text for `describe`; "" if the shapes are equal or
     one value is no tensor."""
     arrays = isinstance(unchunked, (Tensor, np.ndarray)) and isinstance(
@@ -623,7 +647,7 @@ def _told(unchunked: Any, chunks: Any) -> str:
 
 
 @contextlib.contextmanager
-def _plain_dropout(call: LayerCall) -> Iterator[None]:
+def _disable_dropout(call: LayerCall) -> Iterator[None]:
     """Context manager that sets the layer's dropout modules to eval mode, so that dropout does not
     make two runs differ. Other modules keep their mode."""
     drops = [
@@ -641,13 +665,15 @@ def _plain_dropout(call: LayerCall) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _as_in_a_step(call: LayerCall) -> Iterator[None]:
+def _training_grad_mode(call: LayerCall) -> Iterator[None]:
     """Context manager for a test in which grad mode is on as in a training step, but no graph is
     built: the layer's parameters are detached. Stored values are removed afterwards."""
-    parameters = Parameters(call.layer_state.layer, call.device, call.layer_state.of(slots_of))
+    parameters = Parameters(
+        call.layer_state.layer, call.device, call.layer_state.cached_result(slots_of)
+    )
     graph = torch.is_grad_enabled() and may_have_graphs(call)
     grad_mode: contextlib.AbstractContextManager[Any] = torch.no_grad()
     if graph:
         grad_mode = parameters.replace([p.detach() for p in parameters.current()])
-    with undone(roots_of(call.layer_state, call.snapshot)), grad_mode:
+    with undo_changes(roots_of(call.layer_state, call.snapshot)), grad_mode:
         yield

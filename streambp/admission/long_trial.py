@@ -15,20 +15,20 @@ from torch import Tensor
 
 from streambp.admission.agreement import (
     HALF_TOLERANCE,
-    TOLERANCE,
-    choices_once,
-    chose_alike,
-    coarsest,
+    TOLERANCES,
+    coarsest_dtype,
+    fix_expert_choices,
+    router_scores_agree,
 )
-from streambp.admission.rehearsal import rehearsed
+from streambp.admission.rehearsal import rehearse
 from streambp.attention.prefix import Prefix, Stage
 from streambp.attention.spans import Spans
 from streambp.chunks import Chunk
 from streambp.device import MEMORY_ERRORS, is_out_of_memory
 from streambp.layer.call import LayerCall
-from streambp.layer.layer_state import ANY_SIZE
+from streambp.layer.layer_state import ANY_CHUNK_SIZE
 
-BLOCK = 64  # tokens whose differences are summed
+TOKENS_PER_BLOCK = 64  # tokens whose differences are summed
 
 
 def why_not_at_length(call: LayerCall) -> str | None:
@@ -36,18 +36,18 @@ def why_not_at_length(call: LayerCall) -> str | None:
     differ, as text for `describe`; None if they agree. If memory is short, fewer tokens are
     compared.
 
-    Must be called inside `LayerCall.streaming`, without grad, with the layer in eval mode.
+    Must be called inside `LayerCall.prepare_layer`, without grad, with the layer in eval mode.
     """
     layer_state, length = call.layer_state, call.plan.length
     chunks = len(call.plan)
     with call.arguments.replace({}):
         while True:
             try:
-                is_alike = _is_alike(call, chunks)
+                is_alike = _chunks_agree(call, chunks)
                 if not is_alike:
-                    with choices_once(call) as choices:
-                        is_alike = _is_alike(call, chunks) and chose_alike(
-                            choices, coarsest(call, call.hidden_states)
+                    with fix_expert_choices(call) as choices:
+                        is_alike = _chunks_agree(call, chunks) and router_scores_agree(
+                            choices, coarsest_dtype(call, call.hidden_states)
                         )
                 break
             except MEMORY_ERRORS as error:
@@ -65,14 +65,14 @@ def why_not_at_length(call: LayerCall) -> str | None:
         layer_state.tests.max_tested_tokens = tested_tokens
     findings = layer_state.tests.results[call.arguments.kind]
     findings.tested_lengths = {
-        ANY_SIZE: 0,
+        ANY_CHUNK_SIZE: 0,
         **(findings.tested_lengths or {}),
         call.plan.size: length,
     }
     return None
 
 
-def _is_alike(call: LayerCall, chunks: int) -> bool:
+def _chunks_agree(call: LayerCall, chunks: int) -> bool:
     """True if the layer's outputs for the first chunks agree with its unchunked output, in each
     block of 64 tokens of every row.
 
@@ -94,7 +94,7 @@ def _is_alike(call: LayerCall, chunks: int) -> bool:
 
     def outputs_of(parts: Sequence[Chunk]) -> Iterator[Tensor]:
         prefix = Prefix(layout, carried.length, carried.attention)
-        for _, output in rehearsed(call, x, parts, Stage.FORWARD, prefix):
+        for _, output in rehearse(call, x, parts, Stage.FORWARD, prefix):
             assert output is not None
             yield output.hidden_states
 
@@ -106,14 +106,16 @@ def _is_alike(call: LayerCall, chunks: int) -> bool:
         differences.append(_squares(unchunked_chunk - output_chunk))
         residuals.append(_squares(unchunked_chunk - chunk.part(x, -2)))
         sizes.append(_squares(unchunked_chunk))
-    padding = (0, -length % BLOCK)
+    padding = (0, -length % TOKENS_PER_BLOCK)
     difference, addition, size = (  # [..., T] -> the sums over each BLOCK
-        torch.nn.functional.pad(torch.cat(squares, -1), padding).unflatten(-1, (-1, BLOCK)).sum(-1)
+        torch.nn.functional.pad(torch.cat(squares, -1), padding)
+        .unflatten(-1, (-1, TOKENS_PER_BLOCK))
+        .sum(-1)
         for squares in (differences, residuals, sizes)
     )
-    dtype = coarsest(call, x)
+    dtype = coarsest_dtype(call, x)
     tolerance = (
-        TOLERANCE.get(dtype, HALF_TOLERANCE) * addition.sqrt()
+        TOLERANCES.get(dtype, HALF_TOLERANCE) * addition.sqrt()
         + 8 * torch.finfo(unchunked.dtype).eps * size.sqrt()
     )
     return bool(((difference.sqrt() <= tolerance) | ~size.isfinite()).all())

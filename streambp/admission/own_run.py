@@ -24,19 +24,24 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 
-from streambp.admission.agreement import all_agree, chose_alike, coarsest, gradient_tolerance
+from streambp.admission.agreement import (
+    all_agree,
+    coarsest_dtype,
+    gradient_tolerance,
+    router_scores_agree,
+)
 from streambp.admission.third_party import distinct_attentions, foreign_parts, watched_hooks
-from streambp.attention.interface import own_implementation, unrouted
+from streambp.attention.interface import own_implementation, use_implementations
 from streambp.attention.masks import LazyMask
 from streambp.cache_arguments import without_caches
 from streambp.chunks import Chunk
 from streambp.device import is_out_of_memory
 from streambp.distributed.ulysses import find_ulysses
 from streambp.errors import UnsupportedModelError
-from streambp.known_names import EAGER, FLAT_PARAMETER, STATE
-from streambp.layer.call import LayerCall, recording
-from streambp.layer.gradients import depends, leaf_besides
-from streambp.layer.layer_state import ANY_SIZE
+from streambp.known_names import EAGER, FLAT_PARAMETER, STATE_ARGUMENT
+from streambp.layer.call import LayerCall, record_outputs
+from streambp.layer.gradients import dependence_message, find_other_leaf
+from streambp.layer.layer_state import ANY_CHUNK_SIZE
 from streambp.layer.recompute import NULL_CONTEXT
 
 MAX_COMPARED_ELEMENTS = (
@@ -44,7 +49,7 @@ MAX_COMPARED_ELEMENTS = (
 )  # total elements of parameters whose gradients are compared, smallest parameters first
 
 
-CUTS = (
+REASON_NO_GRADIENT = (
     "its output passes no gradient to its input (no_grad or detach inside it), and chunks would "
     "pass zeros"
 )
@@ -69,7 +74,7 @@ class UnpatchedRun:
 
     Attributes:
         result: the output and, if a graph is required, the gradients of x and of the smallest
-            parameters (`small_ones`).
+            parameters (`small_parameters`).
         other_leaf: a leaf of the graph that requires a gradient, but is neither a parameter nor an
             argument of the layer; None: there is none.
         cuts_graph: True if a graph is required, and the output has none that leads to x.
@@ -87,8 +92,8 @@ class UnpatchedRun:
             self.result = [output.detach()]
             self.cuts_graph = x.requires_grad
             if output.requires_grad:
-                self.other_leaf = leaf_besides([output], [x, *shadows])
-                leaves = [x, *small_ones(shadows)]
+                self.other_leaf = find_other_leaf([output], [x, *shadows])
+                leaves = [x, *small_parameters(shadows)]
                 gradients = torch.autograd.grad(output, leaves, upstream, allow_unused=True)
                 self.cuts_graph = gradients[0] is None
                 self.result += zeros_for_missing(gradients, leaves)
@@ -98,7 +103,7 @@ class UnpatchedRun:
             raise StreamingMismatchError(
                 f"{self.layer_names} streams a few random tokens and fails to compute them "
                 f"unpatched ({type(error).__name__}: {error}), so the two results cannot be "
-                f"compared. {WHAT_TO_DO}"
+                f"compared. {REMEDY}"
             ) from error
 
     @property
@@ -122,7 +127,7 @@ class UnpatchedRun:
             streamed: streambp's result, with the same entries as `result`: the output [..., B, t,
                 h], the gradient of x [..., B, t, h], and the gradients of the smallest parameters.
         """
-        dtype = coarsest(self.call, self.compared[0])
+        dtype = coarsest_dtype(self.call, self.compared[0])
         if not all_agree(self.result, streamed, self.compared, dtype):
             return False
         # Compare the parameters' gradients as one long vector: a single gradient may be rounding
@@ -131,7 +136,7 @@ class UnpatchedRun:
         off = sum(float((a - b).float().norm()) ** 2 for a, b in gradients)
         size = sum(float(b.float().norm()) ** 2 for _, b in gradients)
         is_alike = off <= gradient_tolerance(dtype) ** 2 * size
-        return is_alike and chose_alike(self.call.layer_state.choices, dtype)
+        return is_alike and router_scores_agree(self.call.layer_state.choices, dtype)
 
     def why_whole(self) -> str | None:
         """Return the reason, as text for `describe`, to run the layer unchunked; None if there is
@@ -142,36 +147,39 @@ class UnpatchedRun:
             StreamingMismatchError: the leaf is a flat parameter of FSDP1.
         """
         if self.other_leaf is None:
-            return CUTS if self.cuts_graph else None
+            return REASON_NO_GRADIENT if self.cuts_graph else None
         if getattr(self.other_leaf, FLAT_PARAMETER, False):
             raise StreamingMismatchError(
-                f"{type(self.call.layer_state.layer).__name__} {depends(self.other_leaf)}"
+                f"{type(self.call.layer_state.layer).__name__} "
+                f"{dependence_message(self.other_leaf)}"
             )
-        return f"it {depends(self.other_leaf)}, for which chunks would give no gradient"
+        return f"it {dependence_message(self.other_leaf)}, for which chunks would give no gradient"
 
     def _output(self, x: Tensor) -> Tensor:
         """Run the unpatched layer's forward on x [..., B, t, h] and return its hidden states [...,
         B, t, h]."""
         call, length = self.call, x.shape[-2]
-        implementations = [_comparable(config) for config in call.parts.configs]
+        implementations = [_comparison_implementation(config) for config in call.parts.configs]
         choices = call.layer_state.choices
-        choosing = NULL_CONTEXT if choices is None else choices.at(Chunk(0, 0, length), x.shape[-3])
+        choosing = (
+            NULL_CONTEXT if choices is None else choices.replay(Chunk(0, 0, length), x.shape[-3])
+        )
         with (
-            unrouted(call.parts.configs, implementations),
-            recording(call.form.recorded),
+            use_implementations(call.parts.configs, implementations),
+            record_outputs(call.form.recorded),
             choosing,
-            call.autocast.restored(),
+            call.autocast.restore(),
             watched_hooks(call.layer_state.layer) as changing,
         ):
             # The first tokens, without caches and states, and with the model's own masks.
             named_arguments = call.arguments.slice_chunk(Chunk(0, 0, length))
             named_arguments = without_caches(named_arguments)
-            if STATE in named_arguments:
-                named_arguments[STATE] = None
-            named_arguments = call.layer_state.kind.attention.unpatched(
+            if STATE_ARGUMENT in named_arguments:
+                named_arguments[STATE_ARGUMENT] = None
+            named_arguments = call.layer_state.kind.attention.unpatched_arguments(
                 named_arguments, length, lambda mask: self._mask(mask, x)
             )
-            result = call.layer_state.forward(call.arguments.as_given(x), **named_arguments)
+            result = call.layer_state.forward(call.arguments.restore_shape(x), **named_arguments)
         self.third_party_names = list(
             dict.fromkeys(
                 [*foreign_parts(call.layer_state.layer, call.layer_state.previous), *changing]
@@ -189,7 +197,7 @@ class UnpatchedRun:
             x: the layer's input.
         """
         config = next(iter(self.call.parts.configs), None)
-        implementation = EAGER if config is None else _comparable(config)
+        implementation = EAGER if config is None else _comparison_implementation(config)
         causal = {
             "batch_size": x.shape[-3],
             "q_length": x.shape[-2],
@@ -213,13 +221,13 @@ class UnpatchedRun:
         )
 
 
-WHAT_TO_DO = (
+REMEDY = (
     "Restore the original function, or run the model unpatched (streambp.unpatch(model)) with "
     "gradient checkpointing."
 )
 
 
-def own_run(
+def run_unpatched(
     call: LayerCall, x: Tensor, upstream: Tensor, shadows: list[Tensor]
 ) -> UnpatchedRun | None:
     """Run the unpatched layer for comparison, and record the third-party modules inside it in
@@ -242,12 +250,12 @@ def own_run(
     unpatched = UnpatchedRun(call, x, upstream, shadows)
     call.layer_state.tests.third_party_modules = unpatched.third_party_names
     call.layer_state.tests.results[call.arguments.kind].tested_lengths = {
-        ANY_SIZE: 0 if unpatched.third_party_names else sys.maxsize
+        ANY_CHUNK_SIZE: 0 if unpatched.third_party_names else sys.maxsize
     }
     return unpatched
 
 
-def runs_unpatched(call: LayerCall, x: Tensor, upstream: Tensor) -> bool:
+def can_run_unpatched(call: LayerCall, x: Tensor, upstream: Tensor) -> bool:
     """True if the unpatched layer runs on x [..., B, t, h] without an exception; an exception in
     chunks then counts against chunks. A layer whose sequence is split over ranks counts as true
     without a run.
@@ -278,14 +286,14 @@ def why_unlike_unpatched(
         x: [..., B, t, h], the input.
         upstream: [..., B, t, h], the gradient of the output.
         streamed: streambp's result in one chunk: the output [..., B, t, h], the gradient of x, and
-            the gradients of the smallest parameters (`small_ones`).
+            the gradients of the smallest parameters (`small_parameters`).
         shadows: replacements of the layer's trainable parameters.
 
     Raises:
         StreamingMismatchError: the results differ by more than rounding, or FSDP1 holds the layer's
             parameters.
     """
-    unpatched = own_run(call, x, upstream, shadows)
+    unpatched = run_unpatched(call, x, upstream, shadows)
     if unpatched is None:
         return None
     if not unpatched.agrees(streamed) and all(bool(part.isfinite().all()) for part in streamed):
@@ -295,12 +303,12 @@ def why_unlike_unpatched(
             "a few random tokens differ by more than rounding. A replaced attention function, "
             "mask function or inner forward is a common cause, because streaming does not call "
             "the replacement. Another cause is a module that counts or keeps a running scale. "
-            f"{WHAT_TO_DO}"
+            f"{REMEDY}"
         )
     return unpatched.why_whole()
 
 
-def small_ones(parameters: list[Tensor]) -> list[Tensor]:
+def small_parameters(parameters: list[Tensor]) -> list[Tensor]:
     """Return the parameters [...] whose gradients a test compares: the smallest ones, with at most
     `MAX_COMPARED_ELEMENTS` elements together."""
     smallest, total = [], 0
@@ -334,7 +342,7 @@ def zeros_for_missing(gradients: Sequence[Tensor | None], leaves: list[Tensor]) 
     ]
 
 
-def _comparable(config: PreTrainedConfig) -> str:
+def _comparison_implementation(config: PreTrainedConfig) -> str:
     """Return the attention implementation for the unpatched layer's run: "sdpa" if the config asks
     for torch's SDPA or for nothing, and DeepSpeed Ulysses has not replaced it; otherwise "eager".
     """

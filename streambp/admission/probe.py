@@ -22,56 +22,68 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from streambp.admission.agreement import all_agree, choices_once, chose_alike, coarsest
-from streambp.admission.first_call import SETS, set_once
-from streambp.admission.generators import generator_states, generators_of, has_drawn, on_trial
+from streambp.admission.agreement import (
+    all_agree,
+    coarsest_dtype,
+    fix_expert_choices,
+    router_scores_agree,
+)
+from streambp.admission.first_call import REASON_FIRST_CALL, find_values_set_once
+from streambp.admission.generators import generator_states, generators_of, has_drawn, trial_context
 from streambp.admission.long_trial import why_not_at_length
 from streambp.admission.own_run import (
     StreamingMismatchError,
     UnpatchedRun,
+    can_run_unpatched,
     gradients_of,
-    own_run,
-    runs_unpatched,
-    small_ones,
+    run_unpatched,
+    small_parameters,
     why_unlike_unpatched,
 )
 from streambp.admission.rehearsal import (
-    CHUNK,
-    as_trained,
+    TRIAL_CHUNK_SIZE,
     causal_prefix,
-    evaluated,
     may_have_graphs,
-    nothing_masked,
+    prepare_rehearsal,
     random_like,
-    rehearsed,
-    rehearsing,
+    randomize_zero_weights,
+    rehearse,
+    set_eval_mode,
+    unmask_arguments,
 )
-from streambp.admission.snapshot import Restored
+from streambp.admission.snapshot import StateRestorer
 from streambp.admission.third_party import (
     distinct_attentions,
     refuse_foreign_attention,
     watched_hooks,
 )
 from streambp.attention.prefix import Prefix, Stage
-from streambp.attention.spans import Run, Spans
+from streambp.attention.spans import QueryRun, Spans
 from streambp.chunks import Chunk, ChunkPlan
-from streambp.device import failed_in_a_kernel, has_data, is_out_of_memory, raised_among_kernels
+from streambp.device import has_data, is_kernel_error, is_out_of_memory, passes_kernel_module
 from streambp.errors import AttentionChoiceError, KernelError, StreamBPError
 from streambp.known_names import BACKWARD_HOOKS
 from streambp.layer.call import LayerCall
 from streambp.layer.gradients import GraphMarker, MarkGraphStart, is_kept, nodes_behind
 from streambp.layer.layer_state import remember
-from streambp.layer.side_effects import KEEPS, buffers_of, in_place_of_buffers, written_since
-from streambp.recurrent.documents import in_one, in_several, tried_rows
-from streambp.recurrent.states import LEAST_TOKENS, leaves_of
-from streambp.tensors import rebuilt
+from streambp.layer.side_effects import (
+    REASON_KEPT_GRAPH,
+    buffers_of,
+    find_written_buffers,
+    replace_buffers,
+)
+from streambp.recurrent.documents import join_documents, split_documents, trial_rows
+from streambp.recurrent.states import MIN_CHUNK_TOKENS, leaves_of
+from streambp.tensors import rebuild
 
-MIXES = "it mixes tokens outside of its attention (a convolution, a recurrence?)"
-DRAWS = "it draws random numbers elsewhere than from torch's default generators"
-GRAPHS = "its output has an autograd graph for some lengths of a sequence alone"
-EMPTY = "its batch is empty, which tells nothing of the layer"
-EDITS = "{} changes gradients inside it, and may do so by where a token is in the whole sequence"
-CONVOLVES = (
+REASON_MIXES_TOKENS = "it mixes tokens outside of its attention (a convolution, a recurrence?)"
+REASON_RANDOM_NUMBERS = "it draws random numbers elsewhere than from torch's default generators"
+REASON_PARTIAL_GRAPH = "its output has an autograd graph for some lengths of a sequence alone"
+REASON_EMPTY_BATCH = "its batch is empty, which tells nothing of the layer"
+REASON_GRADIENT_EDITS = (
+    "{} changes gradients inside it, and may do so by where a token is in the whole sequence"
+)
+REASON_CONVOLUTION = (
     "it mixes tokens outside of its attention, in a convolution whose state it hands to no chunk"
 )
 
@@ -111,30 +123,30 @@ def can_stream(call: LayerCall) -> Verdict:
     layer_state, findings = call.layer_state, call.layer_state.tests.results[call.arguments.kind]
     x = call.hidden_states.detach()
     if not x.numel():
-        return Verdict(False, EMPTY)
+        return Verdict(False, REASON_EMPTY_BATCH)
     if findings.is_tested:  # layers that cannot stream return earlier
         return (
             Verdict(True)
-            if layer_state.tests.cover(findings, call.plan)
-            else _judged_at_length(call)
+            if layer_state.tests.covers(findings, call.plan)
+            else _test_full_length(call)
         )
     if not has_data(x):
         # the structure alone does not decide
         if not (layer_state.kind.states.carries or layer_state.kind.attention.reads_a_mask):
             return Verdict(False)
         reason = (
-            CONVOLVES
+            REASON_CONVOLUTION
             if not layer_state.kind.states.carries and _convolves(call.layer_state.layer)
             else None
         )
         if layer_state.kind.states.carries:
             try:
-                with call.streaming(), on_trial(call), evaluated(call):
+                with call.prepare_layer(), trial_context(call), set_eval_mode(call):
                     reason = _unread_state(call, x)
             except StreamBPError:
                 raise
             except Exception as error:
-                reason = broken(error)
+                reason = reason_of_error(error)
         if reason is not None:
             findings.set_result(reason)
         return Verdict(reason is None, reason)
@@ -146,17 +158,17 @@ def can_stream(call: LayerCall) -> Verdict:
         return Verdict(False, str(error))
     if call.parts.configs:
         refuse_foreign_attention(distinct_attentions([call.layer_state.layer]))
-    reason, certain, _ = _judged(call, x)
+    reason, certain, _ = _test_chunks(call, x)
     if (
         reason is not None
         or not certain
-        or layer_state.tests.cover(layer_state.tests.results[call.arguments.kind], call.plan)
+        or layer_state.tests.covers(layer_state.tests.results[call.arguments.kind], call.plan)
     ):
         return Verdict(reason is None, reason)
-    return _judged_at_length(call)
+    return _test_full_length(call)
 
 
-class Found(NamedTuple):
+class ProbeResult(NamedTuple):
     """Result of a test that compares a layer's output in chunks with its unchunked output.
 
     Attributes:
@@ -172,7 +184,7 @@ class Found(NamedTuple):
     passes: bool = False
 
 
-def _judged(call: LayerCall, x: Tensor) -> Found:
+def _test_chunks(call: LayerCall, x: Tensor) -> ProbeResult:
     """Test on random tokens if the layer's chunks compute the same as the full sequence. Return the
     result, and store it if later calls of this kind have the same result.
 
@@ -182,39 +194,39 @@ def _judged(call: LayerCall, x: Tensor) -> Found:
     """
     layer_state, kind = call.layer_state, call.arguments.kind
     outcome = _why_not(call, x)
-    call.arguments.renamed(call.snapshot.kind)  # without changes by the layer's own forward
+    call.arguments.replace_state(call.snapshot.kind)  # without changes by the layer's own forward
     findings = remember(
         layer_state.tests.results, call.arguments.kind, layer_state.tests.results.pop(kind)
     )
     if outcome.reason is not None and outcome.passes:
-        findings.doubt(outcome.reason)
+        findings.add_doubt(outcome.reason)
     elif outcome.certain:
         findings.set_result(outcome.reason)
     return outcome
 
 
-def _judged_at_length(call: LayerCall) -> Verdict:
+def _test_full_length(call: LayerCall) -> Verdict:
     """Test the layer on the call's full length instead of a few tokens, and return the decision
     whether it runs in chunks. [Note: foreign insides]"""
     findings = call.layer_state.tests.results[call.arguments.kind]
-    with rehearsing(call), on_trial(call), evaluated(call), torch.no_grad():
+    with prepare_rehearsal(call), trial_context(call), set_eval_mode(call), torch.no_grad():
         try:
             reason = why_not_at_length(call)
         except Exception as error:
             if (
                 isinstance(error, StreamBPError)
                 or is_out_of_memory(error)
-                or failed_in_a_kernel(error, call.device)
+                or is_kernel_error(error, call.device)
             ):
                 raise
             findings.is_tested = False
-            findings.doubt(broken(error))
-            return Verdict(False, broken(error))
+            findings.add_doubt(reason_of_error(error))
+            return Verdict(False, reason_of_error(error))
     findings.set_result(reason)
     return Verdict(reason is None, reason)
 
 
-def _why_not(call: LayerCall, hidden_states: Tensor) -> Found:
+def _why_not(call: LayerCall, hidden_states: Tensor) -> ProbeResult:
     """Run the test on random tokens if the layer's chunks compute the same as the full sequence,
     and return the result. Values that the layer stores in the test are removed. [Note: a trial
     leaves nothing]
@@ -224,34 +236,40 @@ def _why_not(call: LayerCall, hidden_states: Tensor) -> Found:
         hidden_states: the layer's input, [..., B, T, h], whose scale the random tokens have.
     """
     if not call.layer_state.kind.states.carries and _convolves(call.layer_state.layer):
-        return Found(CONVOLVES)
-    with rehearsing(call), on_trial(call) as state:
+        return ProbeResult(REASON_CONVOLUTION)
+    with prepare_rehearsal(call), trial_context(call) as state:
         with torch.no_grad():
             x, upstream = random_like(hidden_states), random_like(hidden_states)
         named_arguments, length = call.arguments.by_name, x.shape[-2]
         # Use several documents if the call has several.
-        documents = in_several(named_arguments, length) if call.packing.document_arguments else {}
-        rows = None if call.packing.rows is None else tried_rows(x.shape[-3], length)
-        with call.arguments.replace({**nothing_masked(named_arguments, length), **documents}, rows):
+        documents = (
+            split_documents(named_arguments, length) if call.packing.document_arguments else {}
+        )
+        rows = None if call.packing.rows is None else trial_rows(x.shape[-3], length)
+        with call.arguments.replace(
+            {**unmask_arguments(named_arguments, length), **documents}, rows
+        ):
             try:
-                outcome = _compared(call, x, upstream, state)
+                outcome = _compare_chunks(call, x, upstream, state)
             except Exception as error:
-                outcome = _failed(call, x, upstream, error, state)
-        if outcome.reason in (None, MIXES) and call.layer_state.kind.states.carries:
+                outcome = _result_of_error(call, x, upstream, error, state)
+        if outcome.reason in (None, REASON_MIXES_TOKENS) and call.layer_state.kind.states.carries:
             state.rewind()
             try:
-                with evaluated(call):
+                with set_eval_mode(call):
                     outcome = outcome._replace(reason=_unread_state(call, x) or outcome.reason)
             except Exception as error:
-                outcome = _failed(call, x, upstream, error, state)
+                outcome = _result_of_error(call, x, upstream, error, state)
         if not outcome.passes:
             call.snapshot = call.layer_state.fingerprint.learn(
                 call.layer_state.layer, call.snapshot
             )
-    return outcome._replace(certain=outcome.certain and hidden_states.shape[-2] > CHUNK)
+    return outcome._replace(certain=outcome.certain and hidden_states.shape[-2] > TRIAL_CHUNK_SIZE)
 
 
-def _compared(call: LayerCall, x: Tensor, upstream: Tensor, state: Restored) -> Found:
+def _compare_chunks(
+    call: LayerCall, x: Tensor, upstream: Tensor, state: StateRestorer
+) -> ProbeResult:
     """Check the layer on random tokens, and return the result. The checks concern side effects,
     gradients between tokens of different chunks outside of attention, and equal values with and
     without chunks.
@@ -262,25 +280,29 @@ def _compared(call: LayerCall, x: Tensor, upstream: Tensor, state: Restored) -> 
         upstream: random gradient of the layer's output, shaped like x.
         state: restores the layer's stored values.
     """
-    chunk_size = min(CHUNK, -(-x.shape[-2] // 2))
+    chunk_size = min(TRIAL_CHUNK_SIZE, -(-x.shape[-2] // 2))
     generators = generators_of(call.layer_state, call.snapshot)
     states = generator_states(generators)
     with watched_hooks(call.layer_state.layer, BACKWARD_HOOKS) as editing:
-        reason = _try(call, x, upstream, chunk_size)
+        reason = _try_isolated_chunks(call, x, upstream, chunk_size)
         if has_drawn(generators, states):
-            return Found(DRAWS)
+            return ProbeResult(REASON_RANDOM_NUMBERS)
         if reason is not None and not editing:
-            return Found(reason)
-        if reason is None and (names := set_once(call, x, state)):
-            return Found(SETS.format(", ".join(names)), passes=True)
-        with evaluated(call), as_trained(call) as shadows:
+            return ProbeResult(reason)
+        if reason is None and (names := find_values_set_once(call, x, state)):
+            return ProbeResult(REASON_FIRST_CALL.format(", ".join(names)), passes=True)
+        with set_eval_mode(call), randomize_zero_weights(call) as shadows:
             outcome = _why_unlike(call, x, upstream, chunk_size, shadows or [], state)
-    return Found(EDITS.format(", ".join(dict.fromkeys(editing)))) if editing else outcome
+    return (
+        ProbeResult(REASON_GRADIENT_EDITS.format(", ".join(dict.fromkeys(editing))))
+        if editing
+        else outcome
+    )
 
 
-def _failed(
-    call: LayerCall, x: Tensor, upstream: Tensor, error: Exception, state: Restored
-) -> Found:
+def _result_of_error(
+    call: LayerCall, x: Tensor, upstream: Tensor, error: Exception, state: StateRestorer
+) -> ProbeResult:
     """Return the result of a test whose run in chunks raised.
 
     The call then runs unchunked. If the unpatched layer computes these tokens, the exception counts
@@ -300,9 +322,9 @@ def _failed(
     """
     if isinstance(error, AttentionChoiceError | StreamingMismatchError) or is_out_of_memory(error):
         raise error
-    if isinstance(error, StreamBPError) and raised_among_kernels(error):
+    if isinstance(error, StreamBPError) and passes_kernel_module(error):
         raise error  # the requested attention cannot compute the call
-    if failed_in_a_kernel(error, x.device):
+    if is_kernel_error(error, x.device):
         raise KernelError(
             f"A kernel failed when {type(call.layer_state.layer).__name__} was tested on {x.shape[-2]} tokens "
             f"({type(error).__name__}: {error}). The kernel would fail in training as well. Set "
@@ -312,7 +334,9 @@ def _failed(
         ) from error
     # Any other exception is due to the chunks, or to the call.
     state.rewind()
-    return Found(broken(error), certain=False, passes=runs_unpatched(call, x, upstream))
+    return ProbeResult(
+        reason_of_error(error), certain=False, passes=can_run_unpatched(call, x, upstream)
+    )
 
 
 def _why_unlike(
@@ -321,8 +345,8 @@ def _why_unlike(
     upstream: Tensor,
     chunk_size: int,
     shadows: list[Tensor],
-    state: Restored,
-) -> Found:
+    state: StateRestorer,
+) -> ProbeResult:
     """Compare the layer's chunks with the unpatched layer on random tokens, and return the result.
 
     If the two differ, the layer also runs in one chunk with streambp's attention. This separates
@@ -337,45 +361,48 @@ def _why_unlike(
         shadows: replacements of the layer's trainable parameters.
         state: restores the layer's stored values.
     """
-    if (unpatched := _alike(call, x, upstream, chunk_size, shadows, state)) is not None:
-        return Found(unpatched.why_whole())
+    if (unpatched := _agreeing_run(call, x, upstream, chunk_size, shadows, state)) is not None:
+        return ProbeResult(unpatched.why_whole())
     # The runs differ by more than rounding, or a router has a tie.
     state.rewind()
-    with choices_once(call) as choices:
-        unchunked = _run(call, x, upstream, parameters=small_ones(shadows))
+    with fix_expert_choices(call) as choices:
+        unchunked = _run(call, x, upstream, parameters=small_parameters(shadows))
         state.rewind()
         # one document per row, because the unpatched layer may not accept several
         if call.packing.marks_documents:
-            with call.arguments.replace(in_one(call.arguments.by_name)), choices_once(call):
-                streamed = _run(call, x, upstream, parameters=small_ones(shadows))
+            with (
+                call.arguments.replace(join_documents(call.arguments.by_name)),
+                fix_expert_choices(call),
+            ):
+                streamed = _run(call, x, upstream, parameters=small_parameters(shadows))
                 state.rewind()
                 reason = why_unlike_unpatched(call, x, upstream, streamed, shadows)
         else:
             reason = why_unlike_unpatched(call, x, upstream, unchunked, shadows)
         if reason is not None:
-            return Found(reason)
+            return ProbeResult(reason)
         state.rewind()
         chunked = _run(call, x, upstream, chunk_size)
-        dtype = coarsest(call, x)
+        dtype = coarsest_dtype(call, x)
         if (len(unchunked) > 1) != (len(chunked) > 1):
-            return Found(GRAPHS)
+            return ProbeResult(REASON_PARTIAL_GRAPH)
         is_alike = all_agree(unchunked, chunked, (x, upstream), dtype)
-        if is_alike and chose_alike(choices, dtype):
-            return Found(None)
+        if is_alike and router_scores_agree(choices, dtype):
+            return ProbeResult(None)
     if not all(bool(part.isfinite().all()) for part in unchunked):
-        return Found(None, certain=False)  # the weights are not loaded yet
+        return ProbeResult(None, certain=False)  # the weights are not loaded yet
     if changes := state.changes():  # the first chunk sets a value, or a later chunk reads it
-        return Found(SETS.format(", ".join(changes)), passes=True)
-    return Found(MIXES)
+        return ProbeResult(REASON_FIRST_CALL.format(", ".join(changes)), passes=True)
+    return ProbeResult(REASON_MIXES_TOKENS)
 
 
-def _alike(
+def _agreeing_run(
     call: LayerCall,
     x: Tensor,
     upstream: Tensor,
     chunk_size: int,
     shadows: list[Tensor],
-    state: Restored,
+    state: StateRestorer,
 ) -> UnpatchedRun | None:
     """Return the run of the unpatched layer if the layer in chunks agrees with it. None if they
     differ, if either raises, or if the layer needs packed documents as arguments.
@@ -392,10 +419,12 @@ def _alike(
         return None
     try:
         state.rewind()
-        unpatched = own_run(call, x, upstream, shadows)
+        unpatched = run_unpatched(call, x, upstream, shadows)
         state.rewind()
         chunked = (
-            [] if unpatched is None else _run(call, x, upstream, chunk_size, small_ones(shadows))
+            []
+            if unpatched is None
+            else _run(call, x, upstream, chunk_size, small_parameters(shadows))
         )
     except Exception as error:  # `_why_unlike` finds out which run failed, and why
         if is_out_of_memory(error):
@@ -404,7 +433,9 @@ def _alike(
     return unpatched if unpatched is not None and unpatched.agrees(chunked) else None
 
 
-def _try(call: LayerCall, x: Tensor, upstream: Tensor, second_start: int) -> str | None:
+def _try_isolated_chunks(
+    call: LayerCall, x: Tensor, upstream: Tensor, second_start: int
+) -> str | None:
     """Run the layer with attention limited to keys of the query's own chunk. Return the reason, as
     text for `describe`, to run the layer unchunked; None if this test finds no reason.
 
@@ -422,19 +453,19 @@ def _try(call: LayerCall, x: Tensor, upstream: Tensor, second_start: int) -> str
     origin = GraphMarker()
     marker = weakref.ref(origin)
     buffers = buffers_of(call.layer_state.layer)
-    with in_place_of_buffers(buffers):
+    with replace_buffers(buffers):
         mixes = _crosses(call, x, upstream, second_start, origin)
-        names = sorted({name for _, name in written_since(buffers)})
+        names = sorted({name for _, name in find_written_buffers(buffers)})
     origin.trying = False
     del origin
     if torch.is_grad_enabled() and is_kept(marker):
-        return KEEPS
+        return REASON_KEPT_GRAPH
     if names:
         return (
             f"its forward writes to buffers ({', '.join(names)}), and would for each chunk and "
             "once more in backward"
         )
-    return MIXES if mixes else None
+    return REASON_MIXES_TOKENS if mixes else None
 
 
 def _crosses(
@@ -453,15 +484,16 @@ def _crosses(
     first_chunk, second_chunk = slice(second_start), slice(second_start, x.shape[-2])
     kind = call.layer_state.kind
     if kind.states.carries or not kind.attention.ours:
-        _on_trial(call, x, Spans.causal(x.shape[-3], x.shape[-2]), origin)
+        _run_in_trial(call, x, Spans.causal(x.shape[-3], x.shape[-2]), origin)
         return False
     layout = Spans(
         x.shape[-2],
-        ((Run(0, second_start, 0), Run(second_start, x.shape[-2], second_start)),) * x.shape[-3],
+        ((QueryRun(0, second_start, 0), QueryRun(second_start, x.shape[-2], second_start)),)
+        * x.shape[-3],
     )
-    with as_trained(call), torch.enable_grad():
+    with randomize_zero_weights(call), torch.enable_grad():
         for sources, readers in ((first_chunk, second_chunk), (second_chunk, first_chunk)):
-            leaf, output = _on_trial(call, x, layout, origin)
+            leaf, output = _run_in_trial(call, x, layout, origin)
             if output.requires_grad:
                 # Keep the graph for hooks that store tensors: their backward reaches `origin`,
                 # which names them.
@@ -480,7 +512,7 @@ def _crosses(
     return False
 
 
-def _on_trial(
+def _run_in_trial(
     call: LayerCall, x: Tensor, layout: Spans, origin: GraphMarker
 ) -> tuple[Tensor, Tensor]:
     """Run the layer for a test, on a leaf with the values of x [..., B, t, h]. Return the leaf and
@@ -497,7 +529,7 @@ def _on_trial(
     prefix.overwritten = True  # a write to the attention's output has not been ruled out yet
     leaf = x.detach().requires_grad_()
     with torch.enable_grad():
-        ((_, output),) = rehearsed(
+        ((_, output),) = rehearse(
             call,
             MarkGraphStart.apply(leaf, origin, True),
             [Chunk(0, 0, length)],
@@ -520,24 +552,24 @@ def _unread_state(call: LayerCall, x: Tensor) -> str | None:
         call: the call of the layer.
         x: hidden_states, [..., B, t, h].
     """
-    size = min(CHUNK, x.shape[-2] // 2)
-    if size < LEAST_TOKENS or any(
+    size = min(TRIAL_CHUNK_SIZE, x.shape[-2] // 2)
+    if size < MIN_CHUNK_TOKENS or any(
         parameter.is_inference() for parameter in call.layer_state.layer.parameters()
     ):
         return None
     named_arguments = {
-        **nothing_masked(call.arguments.by_name, x.shape[-2]),
-        **in_one(call.arguments.by_name),
+        **unmask_arguments(call.arguments.by_name, x.shape[-2]),
+        **join_documents(call.arguments.by_name),
     }
     with torch.inference_mode(False), torch.enable_grad():
         if x.is_inference():  # a graph may not save tensors made in inference mode
             x, named_arguments = (
                 x.clone(),
-                rebuilt({**call.arguments.by_name, **named_arguments}, Tensor.clone),
+                rebuild({**call.arguments.by_name, **named_arguments}, Tensor.clone),
             )
         with call.arguments.replace(named_arguments):
             chunks, prefix = ChunkPlan(2 * size, size), causal_prefix(call, 2 * size)
-            _, (states, output) = rehearsed(call, x, chunks, Stage.RECOMPUTE, prefix, leaves_of)
+            _, (states, output) = rehearse(call, x, chunks, Stage.RECOMPUTE, prefix, leaves_of)
     assert output is not None
     assert states is not None
     read = {id(getattr(node, "variable", None)) for node in nodes_behind([output.hidden_states])}
@@ -552,7 +584,7 @@ def _unread_state(call: LayerCall, x: Tensor) -> str | None:
     )
 
 
-def broken(error: Exception) -> str:
+def reason_of_error(error: Exception) -> str:
     """Return the reason, as text for `describe`, to run a layer unchunked: its forward raises
     `error` if it gets a chunk instead of the full sequence."""
     return f"its forward does not work on chunks ({type(error).__name__}: {error})"
@@ -591,12 +623,12 @@ def _run(
     prefix = causal_prefix(call, length)
     prefix.overwritten = graph  # a write to the attention's output has not been ruled out yet
     if chunk_size is None:
-        outputs = rehearsed(call, x, [Chunk(0, 0, length)], stage, prefix, lambda _: None)
+        outputs = rehearse(call, x, [Chunk(0, 0, length)], stage, prefix, lambda _: None)
     else:
         plan = ChunkPlan(length, chunk_size)
-        plan = plan.avoiding(call.packing.barriers) if call.packing.barriers else plan
-        outputs = rehearsed(call, x, plan.with_least(LEAST_TOKENS), stage, prefix)
-    # [..., B, TOKENS, h]
+        plan = plan.avoid_barriers(call.packing.barriers) if call.packing.barriers else plan
+        outputs = rehearse(call, x, plan.with_min_tokens(MIN_CHUNK_TOKENS), stage, prefix)
+    # [..., B, MAX_TRIAL_TOKENS, h]
     joined = torch.cat([output.hidden_states for _, output in outputs if output is not None], -2)
     if not joined.requires_grad:
         return [joined.detach()]

@@ -20,19 +20,19 @@ from streambp.attention.self_attending import OwnMask
 from streambp.attention.spans import Spans
 from streambp.chunks import Chunk
 from streambp.device import RandomState
-from streambp.known_names import PICKED
+from streambp.known_names import PICKED_KEYS_ARGUMENT
 from streambp.layer.call import ChunkOutput, LayerCall
 from streambp.layer.products import TENSOR_TYPES
 from streambp.layer.recompute import Parameters, slots_of
 from streambp.recurrent.states import States
 
-TOKENS = 12
-CHUNK = 5
-LARGE = 2**24  # elements of a matrix that the device can hold three times
-SAMPLES = 64  # positions that are sampled for the scale of the hidden states
+MAX_TRIAL_TOKENS = 12
+TRIAL_CHUNK_SIZE = 5
+MAX_MATRIX_ELEMENTS = 2**24  # elements of a matrix that the device can hold three times
+SCALE_SAMPLES = 64  # positions that are sampled for the scale of the hidden states
 
 
-def rehearsed(
+def rehearse(
     call: LayerCall,
     x: Tensor,
     chunks: Iterable[Chunk],
@@ -74,7 +74,7 @@ def causal_prefix(call: LayerCall, length: int) -> Prefix:
 
 
 @contextlib.contextmanager
-def rehearsing(call: LayerCall) -> Iterator[None]:
+def prepare_rehearsal(call: LayerCall) -> Iterator[None]:
     """Context manager for a test run of a layer. The layer is prepared for chunks, and the states
     of random generators are restored afterwards.
 
@@ -82,23 +82,23 @@ def rehearsing(call: LayerCall) -> Iterator[None]:
     model. The checkpoint would raise, because test chunks write to one buffer of keys and values.
     """
     without_outer_hooks = torch.autograd.graph.saved_tensors_hooks(Tensor.detach, Tensor.detach)
-    restored = RandomState.capture(call.device).replayed()
-    with without_outer_hooks, call.streaming(), restored, nothing_cached():
+    restored = RandomState.capture(call.device).replay()
+    with without_outer_hooks, call.prepare_layer(), restored, disable_autocast_cache():
         yield
 
 
 def random_like(hidden_states: Tensor) -> Tensor:
-    """Return random hidden states [..., B, t, h] for a test, with t <= `TOKENS`, at the scale of
-    the given ones [..., B, T, h]."""
-    sample = hidden_states[..., :: max(1, hidden_states.shape[-2] // SAMPLES), :]
+    """Return random hidden states [..., B, t, h] for a test, with t <= `MAX_TRIAL_TOKENS`, at the
+    scale of the given ones [..., B, T, h]."""
+    sample = hidden_states[..., :: max(1, hidden_states.shape[-2] // SCALE_SAMPLES), :]
     median = sample.float().abs().median()
     median = torch.where(median.isfinite() & (median > 0), median, 1.0)
-    # [..., B, TOKENS, h]
-    x = torch.randn_like(hidden_states[..., :TOKENS, :], dtype=torch.float32) * median
+    # [..., B, MAX_TRIAL_TOKENS, h]
+    x = torch.randn_like(hidden_states[..., :MAX_TRIAL_TOKENS, :], dtype=torch.float32) * median
     return x.to(hidden_states.dtype)
 
 
-def nothing_masked(named_arguments: Mapping[str, Any], length: int) -> dict[str, Any]:
+def unmask_arguments(named_arguments: Mapping[str, Any], length: int) -> dict[str, Any]:
     """Return a dict from argument name to its replacement for a test. Masks are replaced by causal
     masks without padding. Key indices selected by an earlier layer's indexer (sparse attention) are
     replaced by two keys that every query may read.
@@ -112,11 +112,11 @@ def nothing_masked(named_arguments: Mapping[str, Any], length: int) -> dict[str,
         for name, mask in named_arguments.items()
         if name.endswith("mask")
     }
-    if isinstance(named_arguments.get(PICKED), Tensor):
-        queries = torch.arange(length, device=named_arguments[PICKED].device)
+    if isinstance(named_arguments.get(PICKED_KEYS_ARGUMENT), Tensor):
+        queries = torch.arange(length, device=named_arguments[PICKED_KEYS_ARGUMENT].device)
         # [B, T, 2]
-        replacements[PICKED] = torch.stack((queries, queries // 2), -1).expand(
-            len(named_arguments[PICKED]), -1, -1
+        replacements[PICKED_KEYS_ARGUMENT] = torch.stack((queries, queries // 2), -1).expand(
+            len(named_arguments[PICKED_KEYS_ARGUMENT]), -1, -1
         )
     return replacements
 
@@ -132,7 +132,7 @@ def _unmasked(mask: Any, length: int) -> Any:
 
 
 @contextlib.contextmanager
-def nothing_cached() -> Iterator[None]:
+def disable_autocast_cache() -> Iterator[None]:
     """Context manager that disables autocast's weight cache, which would hold copies of a test's
     random weights until the model's forward ends."""
     cache = torch.is_autocast_cache_enabled()
@@ -143,7 +143,7 @@ def nothing_cached() -> Iterator[None]:
         torch.set_autocast_cache_enabled(cache)
 
 
-def nothing_compiled() -> contextlib.AbstractContextManager[Any]:
+def disable_compilation() -> contextlib.AbstractContextManager[Any]:
     """Return a context manager in which compiled modules and functions run eagerly.
 
     A test concerns the layer's computation. Compiled, its few tokens would count as one more shape
@@ -153,11 +153,13 @@ def nothing_compiled() -> contextlib.AbstractContextManager[Any]:
 
 
 @contextlib.contextmanager
-def evaluated(call: LayerCall) -> Iterator[None]:
+def set_eval_mode(call: LayerCall) -> Iterator[None]:
     """Context manager that sets the layer's modules to eval mode, so that dropout does not make two
     runs differ. Modules with quantized weights keep their mode, because some repack weights in eval
     mode."""
-    modules = [module for module in call.layer_state.of(_plain_modules) if module.training]
+    modules = [
+        module for module in call.layer_state.cached_result(_plain_modules) if module.training
+    ]
     try:
         for module in modules:
             _set_mode(module, False)
@@ -197,32 +199,32 @@ def may_have_graphs(call: LayerCall) -> bool:
     )
 
 
-def as_trained(call: LayerCall) -> contextlib.AbstractContextManager[Any]:
+def randomize_zero_weights(call: LayerCall) -> contextlib.AbstractContextManager[Any]:
     """Return a context manager for a test, in which zero weights are random numbers, as they may be
     after training. A gate that starts at zero would hide what the layer computes. The context
     manager yields the replacements of the trainable parameters, or None if the layer cannot have a
     graph."""
     if not may_have_graphs(call):
         return contextlib.nullcontext()
-    return Parameters(call.layer_state.layer, call.device, call.layer_state.of(slots_of)).shadowed(
-        with_random_zeros
-    )
+    return Parameters(
+        call.layer_state.layer, call.device, call.layer_state.cached_result(slots_of)
+    ).shadow(with_random_zeros)
 
 
 def with_random_zeros(parameter: Tensor) -> Tensor:
     """Return a parameter's detached value [...] with zeros replaced by random numbers, for a test:
     a gate that is zero would hide what the layer computes.
 
-    Random numbers are added to all elements of vectors and scalars. A matrix of over `LARGE`
-    elements is changed only if it is all zero. Integers, 8-bit floats and tensor subclasses do not
-    change, because they may be quantized weights.
+    Random numbers are added to all elements of vectors and scalars. A matrix of over
+    `MAX_MATRIX_ELEMENTS` elements is changed only if it is all zero. Integers, 8-bit floats and
+    tensor subclasses do not change, because they may be quantized weights.
     """
     value = parameter.detach()
     if type(parameter) not in TENSOR_TYPES or not value.is_floating_point() or value.itemsize < 2:
         return value
     if value.dim() < 2:
         return value + torch.randn_like(value) * 0.1
-    zeros = value == 0 if value.numel() <= LARGE else ~value.any()
+    zeros = value == 0 if value.numel() <= MAX_MATRIX_ELEMENTS else ~value.any()
     if not bool(zeros.any()):
         return value
     return torch.where(zeros, torch.randn_like(value) * value.shape[-1] ** -0.5, value)

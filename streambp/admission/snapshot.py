@@ -8,8 +8,8 @@ objects, third-party classes and functions, closures, defaults, and the globals 
 Each table is saved with the identity of its entries, each small tensor with its values. A large
 tensor is copied before an operation writes to it.
 
-Every run of a trial starts from the first run's state (`Restored.rewind`), as the call itself will.
-A value that a module takes from its first tokens therefore differs between an unchunked and a
+Every run of a trial starts from the first run's state (`StateRestorer.rewind`), as the call itself
+will. A value that a module takes from its first tokens therefore differs between an unchunked and a
 chunked run, and the layer runs unchunked.
 
 References are not followed into objects and functions of libraries, files, and other threads'
@@ -40,42 +40,42 @@ from transformers import PreTrainedConfig
 
 from streambp.admission.tables import (
     ATTRIBUTES,
-    CALLS,
+    CACHED_CALLS,
     CELL,
     CLASS,
     CODE,
-    CONTAINERS,
+    CONTAINER_TYPES,
     DICT,
     ELEMENTS,
-    ON_TENSORS,
-    OWN,
+    MODULE_TABLE_TYPES,
+    OWN_ATTRIBUTES,
     SET,
     SLOTS,
-    STRUCTURES,
+    TENSOR_ATTRIBUTES,
     TYPE,
-    Kind,
-    Table,
-    bracketed,
-    dotted,
+    ContainerType,
+    SavedContainer,
+    attribute_name,
     is_replaced,
+    item_name,
     read_globals,
     refill_globals,
     same_entries,
 )
 from streambp.admission.values import (
-    FILES,
-    MEMORY,
-    Values,
-    Writes,
+    BUFFER_TYPES,
+    MEMORY_FILE_TYPES,
+    CopyOnWrite,
+    SavedValues,
     can_be_copied,
     changed_values,
-    copied_memory,
-    put_back,
-    values_of,
+    copy_memory,
+    restore_values,
+    save_values,
 )
 from streambp.instance_forward import InstanceForward, forwards
 from streambp.known_names import (
-    CAPTURES,
+    CAPTURE_HOOKS_FLAG,
     GLOBAL_HOOKS,
     MODULE_HOOKS,
     MODULE_TABLES,
@@ -83,7 +83,7 @@ from streambp.known_names import (
     OBJECTS_ARE_KNOWN,
 )
 
-ATOMS = frozenset(
+ATOMIC_TYPES = frozenset(
     (
         type(None),
         bool,
@@ -98,19 +98,21 @@ ATOMS = frozenset(
         torch.Generator,
     )
 )
-TORCHS = frozenset(nn.Module().__dict__) - {"training"}
-CALLED = ("forward", "__call__")  # methods that a layer calls
-MODE = "training"  # an attribute that trials switch
-BUFFERS = MODULE_TABLES[1]
+TORCH_ATTRIBUTES = frozenset(nn.Module().__dict__) - {"training"}
+CALLED_METHODS = ("forward", "__call__")  # methods that a layer calls
+MODE_ATTRIBUTE = "training"  # an attribute that trials switch
+BUFFER_TABLE = MODULE_TABLES[1]
 # standard modules whose objects store a program's values
-OPEN = ("collections", "types", "weakref", "queue", "functools", "contextlib")
-KNOWN = frozenset(
+FOLLOWED_MODULES = ("collections", "types", "weakref", "queue", "functools", "contextlib")
+KNOWN_MODULES = frozenset(
     (*MODULES_ARE_HARMLESS, *OBJECTS_ARE_KNOWN, "numpy", *sys.stdlib_module_names)
-).difference(OPEN)
-MOST = 10_000  # values that are followed
-SMALL = 2**22  # elements, over all tensors, that are copied beforehand
-VECTOR = 2**14  # largest number of elements of a matrix of parameters that is copied beforehand
-OUTSIDE = 64  # largest number of modules in an outside tree that is followed
+).difference(FOLLOWED_MODULES)
+MAX_FOLLOWED_VALUES = 10_000  # values that are followed
+MAX_COPIED_ELEMENTS = 2**22  # elements, over all tensors, that are copied beforehand
+MAX_COPIED_MATRIX = (
+    2**14
+)  # largest number of elements of a matrix of parameters that is copied beforehand
+MAX_OUTSIDE_MODULES = 64  # largest number of modules in an outside tree that is followed
 
 
 class Change(NamedTuple):
@@ -142,20 +144,20 @@ class Snapshot:
         self._attributes: dict[int, str] = {}  # names of objects' attributes that are iterators
         self._functions: list[types.FunctionType] = []  # hooks and forwards
         self._methods: dict[str, list[types.FunctionType]] = {}  # methods by name
-        self._tables: list[Table] = []
-        self._values: list[Values] = []
+        self._tables: list[SavedContainer] = []
+        self._values: list[SavedValues] = []
         # keys are ids; each value is the object, so that no other object can reuse the id
         self._objects: dict[int, Any] = {}
         self._waiting: collections.deque[tuple[str, Any]] = collections.deque()
         self._classes: set[type] = set()
-        self._room = SMALL
+        self._room = MAX_COPIED_ELEMENTS
         named_modules = list(module.named_modules())
         self._objects.update((id(inner), inner) for _, inner in named_modules)
         for path, inner in named_modules:
             self._read_module(path, inner, inside=True)
         everywhere = vars(torch.nn.modules.module)
-        self._wait((name, everywhere[name]) for name in GLOBAL_HOOKS if everywhere[name])
-        while self._waiting and len(self._objects) < MOST:
+        self._enqueue((name, everywhere[name]) for name in GLOBAL_HOOKS if everywhere[name])
+        while self._waiting and len(self._objects) < MAX_FOLLOWED_VALUES:
             self._follow(*self._waiting.popleft())
         self.has_foreign_code = any(map(is_foreign, (*self._classes, *self._functions)))
         if self.has_foreign_code:  # libraries' code writes to no weight in a forward
@@ -183,7 +185,7 @@ class Snapshot:
         `iterators` reports an attribute of an object with many methods only under such a name."""
         names: set[str] = set()
         waiting = [*self._functions]
-        for name in CALLED:
+        for name in CALLED_METHODS:
             waiting += self._methods.get(name, ())
         while waiting:
             for name in _names_in(waiting.pop().__code__):
@@ -208,12 +210,13 @@ class Snapshot:
                 came = key not in saved
                 differs = is_replaced if kind.names_alone else operator.is_not
                 is_different = came or key not in current or differs(saved[key], current[key])
-                if is_different and key not in (MODE, CAPTURES):
+                if is_different and key not in (MODE_ATTRIBUTE, CAPTURE_HOOKS_FLAG):
                     changes[kind.entry_name(name, key)] = Change(
-                        _copied(current.get(key)), name if came and kind.grows else ""
+                        _copy_value(current.get(key)), name if came and kind.grows else ""
                     )
         changes |= {
-            values.name: Change(_copied(values.holder)) for values in changed_values(self._values)
+            values.name: Change(_copy_value(values.holder))
+            for values in changed_values(self._values)
         }
         return changes
 
@@ -230,21 +233,23 @@ class Snapshot:
             if (table.structure and not structure) or same_entries(table.content, current):
                 continue
             content = table.content
-            if table.kind is OWN and not structure and MODE in current:
-                content = {**content, MODE: current[MODE]}
+            if table.kind is OWN_ATTRIBUTES and not structure and MODE_ATTRIBUTE in current:
+                content = {**content, MODE_ATTRIBUTE: current[MODE_ATTRIBUTE]}
             table.kind.refill(table.holder, content)
         for values in changed_values(self._values):
-            put_back(values)
+            restore_values(values)
 
-    def _wait(self, pairs: Iterable[tuple[str, Any]]) -> None:
+    def _enqueue(self, pairs: Iterable[tuple[str, Any]]) -> None:
         """Add (name, value) pairs to the queue of values to save; values that were queued before
         are skipped."""
         for name, value in pairs:
-            if type(value) not in ATOMS and id(value) not in self._objects:
+            if type(value) not in ATOMIC_TYPES and id(value) not in self._objects:
                 self._objects[id(value)] = value
                 self._waiting.append((name, value))
 
-    def _note(self, name: str, holder: Any, kind: Kind, structure: bool = False) -> dict[Any, Any]:
+    def _save_container(
+        self, name: str, holder: Any, kind: ContainerType, structure: bool = False
+    ) -> dict[Any, Any]:
         """Save the content of a container, and return it.
 
         Args:
@@ -254,7 +259,7 @@ class Snapshot:
             structure: True if the container holds a module's hooks.
         """
         content = kind.read(holder)
-        self._tables.append(Table(name, holder, content, kind, structure))
+        self._tables.append(SavedContainer(name, holder, content, kind, structure))
         return content
 
     def _read_module(self, path: str, module: nn.Module, inside: bool) -> None:
@@ -266,34 +271,42 @@ class Snapshot:
             inside: True for the module of the snapshot and its submodules; False for another
                 module, found through an attribute of one of these.
         """
-        attributes = self._note(path, module.__dict__, OWN)
+        attributes = self._save_container(path, module.__dict__, OWN_ATTRIBUTES)
         if is_foreign(type(module)):
-            self._note(f"{path}.__class__", module, TYPE)
+            self._save_container(f"{path}.__class__", module, TYPE)
         for name, value in attributes.items():
-            if type(value) in ATOMS:
+            if type(value) in ATOMIC_TYPES:
                 continue
-            if name not in TORCHS:
-                self._wait([(dotted(path, name), value)])
+            if name not in TORCH_ATTRIBUTES:
+                self._enqueue([(attribute_name(path, name), value)])
             elif isinstance(value, set):
-                self._note(path, value, SET, structure="hook" in name)
+                self._save_container(path, value, SET, structure="hook" in name)
             elif isinstance(value, dict):
-                kind = STRUCTURES.get(name, DICT)
-                if name == BUFFERS and not inside:  # tests replace the buffers inside alone
+                kind = MODULE_TABLE_TYPES.get(name, DICT)
+                if name == BUFFER_TABLE and not inside:  # tests replace the buffers inside alone
                     kind = ATTRIBUTES
-                    self._wait((dotted(path, key), buffer) for key, buffer in value.items())
-                self._note(path, value, kind, structure="hook" in name)
+                    self._enqueue(
+                        (attribute_name(path, key), buffer) for key, buffer in value.items()
+                    )
+                self._save_container(path, value, kind, structure="hook" in name)
         # a module may scale its own parameters by its first batch
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                self._follow_attributes_of_tensor(dotted(path, name), parameter)
-                self._copy_parameter(dotted(path, name), parameter)
-        if not inside and len(list(itertools.islice(module.modules(), OUTSIDE + 1))) <= OUTSIDE:
-            self._wait((dotted(path, name), part) for name, part in module._modules.items())
+                self._follow_attributes_of_tensor(attribute_name(path, name), parameter)
+                self._copy_parameter(attribute_name(path, name), parameter)
+        if (
+            not inside
+            and len(list(itertools.islice(module.modules(), MAX_OUTSIDE_MODULES + 1)))
+            <= MAX_OUTSIDE_MODULES
+        ):
+            self._enqueue(
+                (attribute_name(path, name), part) for name, part in module._modules.items()
+            )
         for table in filter(None, map(attributes.get, MODULE_HOOKS)):
-            self._wait((f"a hook of {path}", hook) for hook in table.values())
+            self._enqueue((f"a hook of {path}", hook) for hook in table.values())
         for forward in forwards(module):
             if not isinstance(forward, InstanceForward):
-                self._wait([(f"{path}.forward", forward)])
+                self._enqueue([(f"{path}.forward", forward)])
         self._read_class(type(module))
 
     def _read_class(self, cls: type) -> None:
@@ -306,11 +319,11 @@ class Snapshot:
             is_third_party = is_foreign(base)
             if not (is_third_party or issubclass(base, nn.Module)):
                 continue
-            attributes = self._note(base.__qualname__, base, CLASS)
+            attributes = self._save_container(base.__qualname__, base, CLASS)
             for name, value in attributes.items():
                 if is_third_party and isinstance(value, types.FunctionType):
                     self._methods.setdefault(name, []).append(value)
-            self._wait(
+            self._enqueue(
                 (f"{base.__qualname__}.{name}", value)
                 for name, value in attributes.items()
                 if is_third_party or not isinstance(value, types.FunctionType)
@@ -325,11 +338,11 @@ class Snapshot:
             else:
                 self._copy(name, value)
         elif isinstance(value, array.array):
-            self._values.append(Values(name, value, value[:], None))
-        elif isinstance(value, MEMORY + FILES):
-            copy = copied_memory(value, self._room)
+            self._values.append(SavedValues(name, value, value[:], None))
+        elif isinstance(value, BUFFER_TYPES + MEMORY_FILE_TYPES):
+            copy = copy_memory(value, self._room)
             if copy is not None:
-                self._values.append(Values(name, value, copy, None))
+                self._values.append(SavedValues(name, value, copy, None))
         elif isinstance(value, np.ndarray):
             if value.flags.writeable and value.size <= self._room:
                 self._room -= value.size
@@ -341,22 +354,24 @@ class Snapshot:
         elif isinstance(value, types.MethodType):
             if isinstance(value.__func__, types.FunctionType):
                 self._functions.append(value.__func__)
-            self._wait([(name, value.__func__), (name, value.__self__)])
+            self._enqueue([(name, value.__func__), (name, value.__self__)])
         elif isinstance(value, types.BuiltinMethodType | types.MethodWrapperType):
             if not isinstance(value.__self__, types.ModuleType):  # for example a list's `append`
-                self._wait([(name, value.__self__)])
+                self._enqueue([(name, value.__self__)])
         elif isinstance(value, functools.partial):
-            self._wait((name, part) for part in (value.func, *value.args, *value.keywords.values()))
+            self._enqueue(
+                (name, part) for part in (value.func, *value.args, *value.keywords.values())
+            )
         elif isinstance(value, functools._lru_cache_wrapper):
             self._follow_cached_function(name, value)
         elif isinstance(value, functools.cached_property):
-            self._wait([(name, value.func)])
+            self._enqueue([(name, value.func)])
         elif isinstance(value, staticmethod | classmethod):
-            self._wait([(name, value.__func__)])
+            self._enqueue([(name, value.__func__)])
         elif isinstance(value, property):
-            self._wait((name, part) for part in (value.fget, value.fset))
+            self._enqueue((name, part) for part in (value.fget, value.fset))
         elif isinstance(value, tuple | frozenset):
-            self._wait((bracketed(name, index), part) for index, part in enumerate(value))
+            self._enqueue((item_name(name, index), part) for index, part in enumerate(value))
         elif isinstance(value, type):
             if is_foreign(value):
                 self._read_class(value)
@@ -365,24 +380,24 @@ class Snapshot:
 
     def _follow_attributes_of_tensor(self, name: str, tensor: Tensor) -> None:
         """Save the attributes that code has set on a tensor or parameter, and queue their values."""
-        parts = self._note(name, tensor, ON_TENSORS)
-        self._wait((dotted(name, key), part) for key, part in parts.items())
+        parts = self._save_container(name, tensor, TENSOR_ATTRIBUTES)
+        self._enqueue((attribute_name(name, key), part) for key, part in parts.items())
 
     def _follow_array(self, name: str, value: np.ndarray[Any, Any]) -> None:
         """Save the elements of a NumPy array [...], and queue those that are Python objects."""
         if value.dtype == object:
-            parts = self._note(name, value, ELEMENTS)
-            self._wait((bracketed(name, index), part) for index, part in parts.items())
+            parts = self._save_container(name, value, ELEMENTS)
+            self._enqueue((item_name(name, index), part) for index, part in parts.items())
         else:
-            self._values.append(Values(name, value, value.copy(), None))
+            self._values.append(SavedValues(name, value, value.copy(), None))
 
     def _follow_object(self, name: str, value: Any) -> None:
         """Save the content of a container or the attributes of an object, and queue the values in
         it to be saved later."""
-        for container, kind in CONTAINERS:
+        for container, kind in CONTAINER_TYPES:
             if isinstance(value, container):
-                parts = self._note(name, value, kind)
-                self._wait((bracketed(name, key), part) for key, part in parts.items())
+                parts = self._save_container(name, value, kind)
+                self._enqueue((item_name(name, key), part) for key, part in parts.items())
                 break
         value_type = type(value)
         if not (is_foreign(value_type) or isinstance(value, PreTrainedConfig | threading.local)):
@@ -390,16 +405,17 @@ class Snapshot:
                 self._iterators[id(value)] = name
             return
         if isinstance(getattr(value, "__dict__", None), dict):
-            parts = self._note(name, value.__dict__, ATTRIBUTES)
+            parts = self._save_container(name, value.__dict__, ATTRIBUTES)
             for key, part in parts.items():
                 if isinstance(part, Iterator):
                     self._attributes[id(part)] = key
-            self._wait((dotted(name, key), part) for key, part in parts.items())
+            self._enqueue((attribute_name(name, key), part) for key, part in parts.items())
         if any("__slots__" in vars(base) for base in value_type.__mro__):
-            self._wait(
-                (dotted(name, key), part) for key, part in self._note(name, value, SLOTS).items()
+            self._enqueue(
+                (attribute_name(name, key), part)
+                for key, part in self._save_container(name, value, SLOTS).items()
             )
-        if value_type.__module__ not in OPEN:
+        if value_type.__module__ not in FOLLOWED_MODULES:
             self._read_class(value_type)
 
     def _follow_cached_function(
@@ -412,10 +428,10 @@ class Snapshot:
             return
         if function.cache_parameters()["maxsize"] is None:
             # Among the referents are the dict of results and the function's attributes.
-            self._wait((name, part) for part in gc.get_referents(function) if type(part) is dict)
+            self._enqueue((name, part) for part in gc.get_referents(function) if type(part) is dict)
         else:
-            self._note(name, function, CALLS)
-        self._wait([(name, function.__wrapped__)])
+            self._save_container(name, function, CACHED_CALLS)
+        self._enqueue([(name, function.__wrapped__)])
 
     def _follow_function(self, name: str, function: types.FunctionType) -> None:
         """Save a function's closure, attributes, and the globals that its code names, and queue the
@@ -425,37 +441,39 @@ class Snapshot:
         for variable, cell in zip(
             function.__code__.co_freevars, function.__closure__ or (), strict=True
         ):
-            self._wait(
+            self._enqueue(
                 (f"{variable} in {name}", content)
-                for content in self._note(f"{variable} in {name}", cell, CELL).values()
+                for content in self._save_container(f"{variable} in {name}", cell, CELL).values()
             )
         defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
-        self._wait((f"a default of {name}", value) for value in defaults)
+        self._enqueue((f"a default of {name}", value) for value in defaults)
         if function.__dict__ or is_foreign(function):
-            self._wait(
-                (dotted(name, key), v)
-                for key, v in self._note(name, function.__dict__, ATTRIBUTES).items()
+            self._enqueue(
+                (attribute_name(name, key), v)
+                for key, v in self._save_container(name, function.__dict__, ATTRIBUTES).items()
             )
         if is_foreign(function):
-            self._note(name, function, CODE)
+            self._save_container(name, function, CODE)
             names = tuple(dict.fromkeys(_names_in(function.__code__)))
-            kind = Kind(
+            kind = ContainerType(
                 functools.partial(read_globals, names),
                 functools.partial(refill_globals, names),
                 lambda _, key: key,
             )
-            named_globals = self._note(name, function.__globals__, kind)
+            named_globals = self._save_container(name, function.__globals__, kind)
             # Global iterators number objects as a rule, and no forward advances them.
-            self._wait(item for item in named_globals.items() if not isinstance(item[1], Iterator))
+            self._enqueue(
+                item for item in named_globals.items() if not isinstance(item[1], Iterator)
+            )
             for (
                 part
             ) in named_globals.values():  # the names also include attributes of these modules
                 if isinstance(part, types.ModuleType):
-                    parts = self._note(part.__name__, vars(part), kind)
-                    if part.__name__.partition(".")[0] not in KNOWN:
-                        self._wait(parts.items())
+                    parts = self._save_container(part.__name__, vars(part), kind)
+                    if part.__name__.partition(".")[0] not in KNOWN_MODULES:
+                        self._enqueue(parts.items())
                     elif parts.get("environ") is os.environ:
-                        self._wait([("os.environ", os.environ)])
+                        self._enqueue([("os.environ", os.environ)])
 
     def _copy_parameter(self, name: str, parameter: Tensor) -> None:
         """Copy a parameter's values [...] unless it is a large matrix. Large matrices are copied
@@ -464,21 +482,21 @@ class Snapshot:
             return
         self._parameters.add(id(parameter))
         self._objects[id(parameter)] = parameter
-        if parameter.dim() < 2 or parameter.numel() <= VECTOR:
+        if parameter.dim() < 2 or parameter.numel() <= MAX_COPIED_MATRIX:
             self._copy(name, parameter)
         elif can_be_copied(parameter):
             self._weights.append((name, parameter))
 
     def _copy(self, name: str, tensor: Tensor) -> None:
         """Copy a tensor's values [...], or add the tensor to `large` if the copies would exceed
-        `SMALL` elements."""
+        `MAX_COPIED_ELEMENTS` elements."""
         if not can_be_copied(tensor):
             return
         if tensor.numel() > self._room:
             self.large.append((name, tensor))
             return
         self._room -= tensor.numel()
-        self._values.append(values_of(name, tensor))
+        self._values.append(save_values(name, tensor))
 
 
 def _names_in(code: types.CodeType) -> Iterator[str]:
@@ -498,10 +516,10 @@ def is_foreign(code: Any) -> bool:
         home = code.__globals__.get("__name__")
     else:
         home = code.__module__
-    return str(home).partition(".")[0] not in KNOWN
+    return str(home).partition(".")[0] not in KNOWN_MODULES
 
 
-class Restored:
+class StateRestorer:
     """Context manager that restores the Python state of a module and its code at the end of a test.
     [Note: a trial leaves nothing]
 
@@ -514,9 +532,9 @@ class Restored:
         self._first: dict[str, Change] = {}
         self._end_of_first_run: Snapshot | None = None
 
-    def __enter__(self) -> Restored:
+    def __enter__(self) -> StateRestorer:
         self._snapshot = Snapshot(self.module)
-        self._writes = Writes(self._snapshot.large) if self._snapshot.large else None
+        self._writes = CopyOnWrite(self._snapshot.large) if self._snapshot.large else None
         if self._writes is not None:
             self._writes.__enter__()
         return self
@@ -536,7 +554,7 @@ class Restored:
         changes = self._snapshot.changes()
         if self._writes is not None:
             for values in changed_values(self._writes.copies):
-                changes[values.name] = Change(_copied(values.holder))
+                changes[values.name] = Change(_copy_value(values.holder))
         return changes
 
     def rewind(self) -> None:
@@ -548,17 +566,17 @@ class Restored:
         """Restore the values of large tensors that were written to."""
         if self._writes is not None:
             for values in changed_values(self._writes.copies):
-                put_back(values)
+                restore_values(values)
 
     def end_run(self) -> None:
-        """Record the values that the module has changed in its first run, for `set_once` and
-        `set_otherwise`."""
+        """Record the values that the module has changed in its first run, for `values_set_once` and
+        `values_set_again`."""
         self._first = self._changes()
         self._end_of_first_run = Snapshot(self.module) if self._first else None
         if self._writes is not None:
             self._writes.names.clear()
 
-    def set_once(self) -> list[str]:
+    def values_set_once(self) -> list[str]:
         """Return the names of the values that the first run of the test changed, and later runs
         left as they were. The module may compute such a value, for example a scale, from its first
         input."""
@@ -571,9 +589,9 @@ class Restored:
         changed_names = [
             name for name, change in self._first.items() if change.came_into not in grown
         ]
-        return [name for name in changed_names if not _touched(name, later_changes)]
+        return [name for name in changed_names if not _is_changed(name, later_changes)]
 
-    def set_otherwise(self) -> list[str]:
+    def values_set_again(self) -> list[str]:
         """Return the names of the values that the first run set, and that the latest run has set to
         another value. Such a value depends on the tokens. Call `rewind` before the latest run,
         which gets other tokens."""
@@ -581,7 +599,7 @@ class Restored:
         return [
             name
             for name, change in self._first.items()
-            if name not in changes or not _equal(change.value, changes[name].value)
+            if name not in changes or not _values_equal(change.value, changes[name].value)
         ]
 
     def __exit__(self, *error: Any) -> None:
@@ -591,11 +609,11 @@ class Restored:
         self._put_back()
 
 
-def _copied(value: Any) -> Any:
+def _copy_value(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) and not value.is_meta else value
 
 
-def _equal(value: Any, other_value: Any) -> bool:
+def _values_equal(value: Any, other_value: Any) -> bool:
     """True if two values, which two runs of a test have stored, are the same number, or tensors and
     containers of the same numbers."""
     if value is other_value:
@@ -612,18 +630,18 @@ def _equal(value: Any, other_value: Any) -> bool:
         return bool(np.array_equal(value, other_value))
     if isinstance(value, dict):
         return value.keys() == other_value.keys() and all(
-            _equal(part, other_value[key]) for key, part in value.items()
+            _values_equal(part, other_value[key]) for key, part in value.items()
         )
     if isinstance(value, list | tuple | collections.deque):
-        return len(value) == len(other_value) and all(map(_equal, value, other_value))
+        return len(value) == len(other_value) and all(map(_values_equal, value, other_value))
     if isinstance(value, set | frozenset):
         return len(value) == len(other_value) and all(
-            type(part) in ATOMS and part in other_value for part in value
+            type(part) in ATOMIC_TYPES and part in other_value for part in value
         )
-    return type(value) in ATOMS and bool(value == other_value)
+    return type(value) in ATOMIC_TYPES and bool(value == other_value)
 
 
-def _touched(name: str, changed_names: Iterable[str]) -> bool:
+def _is_changed(name: str, changed_names: Iterable[str]) -> bool:
     """True if the value of this name, or a value inside it, is among the values that a later run
     changed."""
     return any(

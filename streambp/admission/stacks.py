@@ -14,15 +14,15 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from streambp.admission.third_party import refuse_opacus
 from streambp.attention.indexers import indexers_of
-from streambp.attention.interface import NoAttention, ThroughInterface
+from streambp.attention.interface import InterfaceAttention, NoAttention
 from streambp.attention.kinds import (
-    Biased,
-    Bidirectional,
-    BidirectionalBiased,
-    BidirectionalOverCache,
+    BiasedAttention,
+    BidirectionalAttention,
+    BidirectionalBiasedAttention,
+    BidirectionalCacheAttention,
+    CacheAttention,
     ForeignAttention,
-    OverCache,
-    Picking,
+    SparseAttention,
 )
 from streambp.attention.position_biases import biases_distances, has_table
 from streambp.attention.self_attending import biases_positions
@@ -34,7 +34,7 @@ from streambp.known_names import (
     ATTENTION,
     ATTENTION_TABLE,
     BIAS_TABLE,
-    COMPILED,
+    COMPILED_MODULE_ATTRIBUTE,
     FSDP1,
     INDEX_HEADS,
     INDEX_TOPK,
@@ -42,23 +42,23 @@ from streambp.known_names import (
     INDEXER_CALLS,
     MASK_MAKERS,
     OPACUS_MODULE,
-    PICKED,
-    PICKS,
+    PICKED_KEYS_ARGUMENT,
+    PICKS_ARGUMENT,
     POSITION_BIAS,
     SEQUENCE_LENGTH,
+    SHARED_LAYER_COUNT,
     SHARED_LAYERS,
-    SHARES_LAYERS,
-    STATE,
+    STATE_ARGUMENT,
     STATE_PROTOCOL,
     UNSLOTH,
-    UPDATE,
+    UPDATE_METHOD,
 )
 from streambp.layer.layer_state import LayerKind
 from streambp.recurrent.carriers import StateCarrier
 from streambp.source import written_forward
 
 # names in the forward of a module that attends itself
-ATTENDING = frozenset((ATTENTION_TABLE, UPDATE))
+ATTENTION_NAMES = frozenset((ATTENTION_TABLE, UPDATE_METHOD))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Stack:
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
+class ModelStacks:
     """The stacks of decoder layers in a model.
 
     Attributes:
@@ -87,7 +87,7 @@ class Found:
     left_alone: tuple[str, ...]
 
 
-def find_stacks(model: nn.Module) -> Found:
+def find_stacks(model: nn.Module) -> ModelStacks:
     """Return the stacks of decoder layers in a model that may run in chunks, and the reasons why
     other stacks stay unpatched.
 
@@ -149,7 +149,7 @@ def find_stacks(model: nn.Module) -> Found:
             + ("; ".join(reasons) if reasons else "It has no stack of transformers decoder layers")
             + ". Use gradient checkpointing for it."
         )
-    return Found(tuple(stacks), tuple(reasons))
+    return ModelStacks(tuple(stacks), tuple(reasons))
 
 
 def _is_stack(module: nn.Module) -> TypeGuard[nn.ModuleList]:
@@ -161,7 +161,7 @@ def _is_stack(module: nn.Module) -> TypeGuard[nn.ModuleList]:
 def bare_layers(layers: nn.ModuleList) -> tuple[nn.Module, ...]:
     """Return the layers in this list without the wrappers that `torch.compile` puts around
     modules."""
-    return tuple(layer._modules.get(COMPILED) or layer for layer in layers)
+    return tuple(layer._modules.get(COMPILED_MODULE_ATTRIBUTE) or layer for layer in layers)
 
 
 def _deeper_stacks(
@@ -178,7 +178,9 @@ def _deeper_stacks(
                 continue
             layers = bare_layers(module)
             is_layer = attends(layers[0]) or cache_argument(layers[0])
-            if _is_stack(module) or (is_layer and ATTENDING.isdisjoint(_names(layers[0]))):
+            if _is_stack(module) or (
+                is_layer and ATTENTION_NAMES.isdisjoint(_names_in_forward(layers[0]))
+            ):
                 stacks.insert(0, (model, layers))
                 inner_ids |= {id(inner) for inner in module.modules()}
     return stacks
@@ -188,7 +190,7 @@ def _refuse_wrapped_layers(model: nn.Module) -> None:
     """Raise if a decoder layer is inside a wrapper module, such as torch's checkpoint_wrapper."""
     for layers in model.modules():
         for layer in layers if isinstance(layers, nn.ModuleList) else ():
-            inner = _wrapped(layer)
+            inner = _wrapped_layer(layer)
             if inner is not None:
                 raise UnsupportedModelError(
                     f"{type(model).__name__} has a {type(layer).__name__} around some or all of "
@@ -198,12 +200,12 @@ def _refuse_wrapped_layers(model: nn.Module) -> None:
                 )
 
 
-def _wrapped(module: nn.Module) -> nn.Module | None:
+def _wrapped_layer(module: nn.Module) -> nn.Module | None:
     """Return the decoder layer inside a module that wraps this one layer; None for other
     modules."""
     if (
         isinstance(module, GradientCheckpointingLayer | nn.ModuleList)
-        or COMPILED in module._modules
+        or COMPILED_MODULE_ATTRIBUTE in module._modules
     ):
         return None
     children = list(module.children())
@@ -215,11 +217,11 @@ def _wrapped(module: nn.Module) -> nn.Module | None:
     # Layers that transformers does not checkpoint are identified by their content.
     [inner] = children
     is_layer = (
-        ATTENDING.isdisjoint(_names(inner))
+        ATTENTION_NAMES.isdisjoint(_names_in_forward(inner))
         and bool(list(inner.children()))
         and (attends(inner) or cache_argument(inner))
     )
-    return _wrapped(inner) or (inner if is_layer else None)
+    return _wrapped_layer(inner) or (inner if is_layer else None)
 
 
 def _refuse_unsloth(*modules: nn.Module) -> None:
@@ -246,7 +248,8 @@ def cache_argument(layer: nn.Module) -> str | None:
     """Return the name of the cache argument, such as past_key_values, of a layer whose own code
     attends to the keys and values that the cache's `update` returns. None for other layers."""
     if attends(layer) or not any(
-        UPDATE in _names(m) and cache_parameters(type(m).forward) for m in layer.modules()
+        UPDATE_METHOD in _names_in_forward(m) and cache_parameters(type(m).forward)
+        for m in layer.modules()
     ):
         return None
     return next(iter(cache_arguments(layer)), None)
@@ -273,16 +276,18 @@ def replaced_attention(layer: nn.Module) -> str | None:
 def states_argument(layer: nn.Module) -> str | None:
     """Return the name of the argument for a layer's recurrent states, or for the cache that holds
     the states. None if the layer has no states, or overwrites its states in place."""
-    if any(set(STATE_PROTOCOL) & set(_names(module)) for module in layer.modules()):
+    if any(set(STATE_PROTOCOL) & set(_names_in_forward(module)) for module in layer.modules()):
         return next(iter(cache_arguments(layer)), None)
     # A module must not assign to items if it uses the states by the same name.
-    knowing = (written_forward(m) for m in layer.modules() if STATE in _locals(m))
+    knowing = (
+        written_forward(m) for m in layer.modules() if STATE_ARGUMENT in _variables_in_forward(m)
+    )
     writes = (
         step.opname == "STORE_SUBSCR"
         for forward in knowing
         for step in dis.get_instructions(forward)
     )
-    return STATE if _takes_states(layer) and not any(writes) else None
+    return STATE_ARGUMENT if _takes_states(layer) and not any(writes) else None
 
 
 def kind_of(layer: nn.Module) -> LayerKind:
@@ -292,36 +297,38 @@ def kind_of(layer: nn.Module) -> LayerKind:
     attention_function = replaced_attention(layer)
     if cache is not None:
         ahead = attends_ahead_by_itself(layer)
-        attention: NoAttention = BidirectionalOverCache(cache) if ahead else OverCache(cache)
+        attention: NoAttention = (
+            BidirectionalCacheAttention(cache) if ahead else CacheAttention(cache)
+        )
     elif attends(layer) and adds_bias(layer):
         # a bias by distance needs no positions from a cache
-        attention = Biased(_takes(layer, POSITION_BIAS))
+        attention = BiasedAttention(_takes_argument(layer, POSITION_BIAS))
         if is_bidirectional(layer):
-            attention = BidirectionalBiased(attention.gets_bias)
+            attention = BidirectionalBiasedAttention(attention.gets_bias)
         return LayerKind(attention, StateCarrier(""), "")
     elif is_bidirectional(layer):
-        attention = Bidirectional()
+        attention = BidirectionalAttention()
     elif attends(layer):
         picks = any(map(_hands_picks, _attentions(layer)))
         if picks:
             top = next((getattr(indexer, INDEX_TOPK) for indexer in indexers_of(layer)), None)
         else:
             top = None
-        attention = Picking(top) if picks else ThroughInterface()
+        attention = SparseAttention(top) if picks else InterfaceAttention()
     else:
         attention = (
             NoAttention() if attention_function is None else ForeignAttention(attention_function)
         )
-    carrier = StateCarrier(states or "", returned=states == STATE)
+    carrier = StateCarrier(states or "", returned=states == STATE_ARGUMENT)
     return LayerKind(attention, carrier, position_cache(layer))
 
 
 def shares_through_cache(backbone: PreTrainedModel) -> bool:
     """True if later layers read the keys and values of earlier layers from the cache, as in Gemma
     3n and 4 of transformers 5.5. A call without a cache then computes something else."""
-    if not getattr(backbone.config, SHARES_LAYERS, 0):
+    if not getattr(backbone.config, SHARED_LAYER_COUNT, 0):
         return False
-    return any(SHARED_LAYERS in _names(module) for module in backbone.modules())
+    return any(SHARED_LAYERS in _names_in_forward(module) for module in backbone.modules())
 
 
 def position_cache(layer: nn.Module) -> str:
@@ -330,7 +337,7 @@ def position_cache(layer: nn.Module) -> str:
     asking = (
         module for module in layer.modules() if not getattr(module, "is_cross_attention", False)
     )
-    if not any(SEQUENCE_LENGTH in _names(module) for module in asking):
+    if not any(SEQUENCE_LENGTH in _names_in_forward(module) for module in asking):
         return ""
     return next(iter(cache_arguments(layer)), "")
 
@@ -356,7 +363,7 @@ def _why_not(backbone: PreTrainedModel, layers: tuple[nn.Module, ...]) -> str | 
                 "of the layers"
             )
     if getattr(backbone.config, "is_encoder_decoder", False):
-        unmasked = next((x for x in layers if not _takes(x, "attention_mask")), None)
+        unmasked = next((x for x in layers if not _takes_argument(x, "attention_mask")), None)
         if unmasked is not None:
             return (
                 f"{type(unmasked).__name__} takes no attention_mask: its model makes a causal mask "
@@ -373,8 +380,8 @@ def _why_not(backbone: PreTrainedModel, layers: tuple[nn.Module, ...]) -> str | 
         attentions = _attentions(layer)
         if is_bidirectional(layer):
             name = type(attentions[0]).__name__
-            reads_encoder = _takes(layer, "encoder_hidden_states")
-            if reads_encoder and not _takes(layer, "attention_mask"):
+            reads_encoder = _takes_argument(layer, "encoder_hidden_states")
+            if reads_encoder and not _takes_argument(layer, "attention_mask"):
                 return f"{name} attends to its own tokens and to an encoder's output at once"
             several = len(attentions) > 1 and not (reads_encoder and _is_decoder(backbone))
             if several or not attends(layer):
@@ -386,7 +393,7 @@ def _why_not(backbone: PreTrainedModel, layers: tuple[nn.Module, ...]) -> str | 
         masking = (
             a
             for a in attentions
-            if any("mask" in name and hasattr(type(a), name) for name in _names(a))
+            if any("mask" in name and hasattr(type(a), name) for name in _names_in_forward(a))
         )
         ranking = next((a for a in masking if not _looks_at_keys(a)), None)
         if ranking is not None:
@@ -483,7 +490,7 @@ def _reads_text(backbone: PreTrainedModel) -> bool:
     return backbone.main_input_name == "input_ids"
 
 
-def _takes(layer: nn.Module, argument: str) -> bool:
+def _takes_argument(layer: nn.Module, argument: str) -> bool:
     """True if the layer's forward has an argument of this name, or is no Python function, whose
     arguments are unknown."""
     forward = written_forward(layer)
@@ -496,7 +503,7 @@ def _takes_states(layer: nn.Module) -> bool:
     """True if the layer's forward has an argument for recurrent states. A layer that overwrites its
     states in place cannot be chunked."""
     forward = written_forward(layer)
-    return hasattr(forward, "__code__") and STATE in inspect.signature(forward).parameters
+    return hasattr(forward, "__code__") and STATE_ARGUMENT in inspect.signature(forward).parameters
 
 
 def adds_bias(layer: nn.Module) -> bool:
@@ -536,7 +543,7 @@ def _adds_biases(attention: nn.Module) -> bool:
 def _attentions(layer: nn.Module) -> list[nn.Module]:
     """Return the modules inside the layer whose forward names ALL_ATTENTION_FUNCTIONS,
     transformers' table of attention functions."""
-    return [module for module in layer.modules() if ATTENTION_TABLE in _names(module)]
+    return [module for module in layer.modules() if ATTENTION_TABLE in _names_in_forward(module)]
 
 
 def _looks_at_keys(attention: nn.Module) -> bool:
@@ -549,8 +556,10 @@ def _looks_at_keys(attention: nn.Module) -> bool:
     if _hands_picks(attention):
         return False
     indexed = any(INDEXER in type(module).__name__ for module in attention.children())
-    return UPDATE in _names(attention) and (
-        indexed or biases_positions(attention) or PICKED in _locals(attention)
+    return UPDATE_METHOD in _names_in_forward(attention) and (
+        indexed
+        or biases_positions(attention)
+        or PICKED_KEYS_ARGUMENT in _variables_in_forward(attention)
     )
 
 
@@ -561,27 +570,27 @@ def _hands_picks(attention: nn.Module) -> bool:
     forward, indexers = written_forward(attention), indexers_of(attention)
     keywords = (const for const in forward.__code__.co_consts if isinstance(const, tuple))
     if (
-        UPDATE not in _names(attention)
+        UPDATE_METHOD not in _names_in_forward(attention)
         or biases_positions(attention)
-        or not any(PICKS in names for names in keywords)
+        or not any(PICKS_ARGUMENT in names for names in keywords)
     ):
         return False
-    return bool(indexers or PICKED in _locals(attention)) and all(
-        set(INDEXER_CALLS) <= set(_names(indexer))
+    return bool(indexers or PICKED_KEYS_ARGUMENT in _variables_in_forward(attention)) and all(
+        set(INDEXER_CALLS) <= set(_names_in_forward(indexer))
         and hasattr(indexer, INDEX_HEADS)
         and hasattr(indexer, INDEX_TOPK)
         for indexer in indexers
     )
 
 
-def _locals(module: nn.Module) -> tuple[str, ...]:
+def _variables_in_forward(module: nn.Module) -> tuple[str, ...]:
     """Return the names of the arguments and local variables of a module's forward, by which its
     kind of attention or states is recognized."""
     forward = written_forward(module)
     return forward.__code__.co_varnames if hasattr(forward, "__code__") else ()
 
 
-def _names(module: nn.Module) -> tuple[str, ...]:
+def _names_in_forward(module: nn.Module) -> tuple[str, ...]:
     """Return the names of globals and attributes in the code of a module's forward, by which its
     kind of attention or states is recognized."""
     forward = written_forward(module)

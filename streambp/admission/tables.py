@@ -17,14 +17,18 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor, nn
 
-from streambp.fingerprint.memory import stored_on
-from streambp.instance_forward import PATCH, REDUCES, WRAPPERS
+from streambp.fingerprint.memory import stored_attributes
+from streambp.instance_forward import PATCH_ATTRIBUTE, REDUCE_METHOD, WRAPPERS_ATTRIBUTE
 from streambp.known_names import MODULE_TABLES
 
-OURS = (PATCH, WRAPPERS, REDUCES)  # attributes that `patch` sets on modules
+PATCH_ATTRIBUTES = (
+    PATCH_ATTRIBUTE,
+    WRAPPERS_ATTRIBUTE,
+    REDUCE_METHOD,
+)  # attributes that `patch` sets on modules
 
 
-class Kind(NamedTuple):
+class ContainerType(NamedTuple):
     """Functions that read and refill one type of container: a dict, a list, a closure's cell.
 
     Attributes:
@@ -44,7 +48,7 @@ class Kind(NamedTuple):
     names_alone: bool = False
 
 
-class Table(NamedTuple):
+class SavedContainer(NamedTuple):
     """A container of Python values (a module's attributes, a dict, a list, a closure), and its
     saved content.
 
@@ -59,7 +63,7 @@ class Table(NamedTuple):
     name: str
     holder: Any
     content: dict[Any, Any]
-    kind: Kind
+    kind: ContainerType
     structure: bool = False
 
 
@@ -85,13 +89,13 @@ def _refill_attributes(holder: dict[str, Any], content: dict[str, Any]) -> None:
             holder[name] = value
 
 
-def _without_ours(holder: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in holder.items() if name not in OURS}
+def _read_attributes(holder: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in holder.items() if name not in PATCH_ATTRIBUTES}
 
 
 def _refill_own(holder: dict[str, Any], content: dict[str, Any]) -> None:
     _refill_attributes(
-        holder, {**content, **{name: holder[name] for name in OURS if name in holder}}
+        holder, {**content, **{name: holder[name] for name in PATCH_ATTRIBUTES if name in holder}}
     )
 
 
@@ -188,7 +192,7 @@ def _refill_elements(holder: np.ndarray[Any, Any], content: dict[int, Any]) -> N
 
 def _refill_on_tensor(holder: Tensor, content: dict[str, Any]) -> None:
     attributes = vars(holder)
-    for name in [name for name in stored_on(holder) if name not in content]:
+    for name in [name for name in stored_attributes(holder) if name not in content]:
         del attributes[name]
     attributes.update(content)
 
@@ -253,38 +257,40 @@ def refill_globals(
             holder.pop(name, None)
 
 
-def dotted(name: str, key: Any) -> str:
+def attribute_name(name: str, key: Any) -> str:
     """Return the name of an attribute for messages, such as a.b."""
     return f"{name}.{key}" if name else str(key)
 
 
-def bracketed(name: str, key: Any) -> str:
+def item_name(name: str, key: Any) -> str:
     """Return the name of a container's entry for messages, such as a['b']."""
     return f"{name}[{key!r}]" if isinstance(key, str | int) else f"{name}[...]"
 
 
-OWN = Kind(_without_ours, _refill_own, dotted)
-ATTRIBUTES = Kind(dict, _refill_attributes, dotted)
-NAMES = Kind(dict, _refill_names, dotted, names_alone=True)
-DICT = Kind(dict, _refill_dict, bracketed, grows=True)
-LIST = Kind(lambda holder: dict(enumerate(holder)), _refill_list, None)
-DEQUE = Kind(LIST.read, _refill_deque, None)
-SET = Kind(lambda holder: {value: value for value in holder}, _refill_set, None)
-CLASS = Kind(_read_own, _refill_class, dotted)
-CELL = Kind(_read_cell, _refill_cell, None)
-CALLS = Kind(_read_calls, _refill_calls, None)  # a bounded functools.lru_cache
-TYPE = Kind(_read_type, _refill_type, None)
-CODE = Kind(_read_code, _refill_code, dotted)
-ELEMENTS = Kind(lambda holder: dict(enumerate(holder.flat)), _refill_elements, None)
-ON_TENSORS = Kind(stored_on, _refill_on_tensor, dotted)
-SLOTS = Kind(_read_slots, _refill_slots, dotted)
-STRUCTURES = dict(zip(MODULE_TABLES, (NAMES, NAMES, ATTRIBUTES), strict=True))  # tables of a module
-CONTAINERS: tuple[tuple[type, Kind], ...] = (
+OWN_ATTRIBUTES = ContainerType(_read_attributes, _refill_own, attribute_name)
+ATTRIBUTES = ContainerType(dict, _refill_attributes, attribute_name)
+PARAMETER_NAMES = ContainerType(dict, _refill_names, attribute_name, names_alone=True)
+DICT = ContainerType(dict, _refill_dict, item_name, grows=True)
+LIST = ContainerType(lambda holder: dict(enumerate(holder)), _refill_list, None)
+DEQUE = ContainerType(LIST.read, _refill_deque, None)
+SET = ContainerType(lambda holder: {value: value for value in holder}, _refill_set, None)
+CLASS = ContainerType(_read_own, _refill_class, attribute_name)
+CELL = ContainerType(_read_cell, _refill_cell, None)
+CACHED_CALLS = ContainerType(_read_calls, _refill_calls, None)  # a bounded functools.lru_cache
+TYPE = ContainerType(_read_type, _refill_type, None)
+CODE = ContainerType(_read_code, _refill_code, attribute_name)
+ELEMENTS = ContainerType(lambda holder: dict(enumerate(holder.flat)), _refill_elements, None)
+TENSOR_ATTRIBUTES = ContainerType(stored_attributes, _refill_on_tensor, attribute_name)
+SLOTS = ContainerType(_read_slots, _refill_slots, attribute_name)
+MODULE_TABLE_TYPES = dict(
+    zip(MODULE_TABLES, (PARAMETER_NAMES, PARAMETER_NAMES, ATTRIBUTES), strict=True)
+)  # tables of a module
+CONTAINER_TYPES: tuple[tuple[type, ContainerType], ...] = (
     (dict, DICT),
     (list, LIST),
     (collections.deque, DEQUE),
     (set, SET),
-    (os._Environ, Kind(dict, _refill_environment, bracketed)),
+    (os._Environ, ContainerType(dict, _refill_environment, item_name)),
 )
 
 

@@ -10,9 +10,9 @@ wrote nothing, and its source has no branch that would.
 Streaming may change the rows and positions inside a model: a packed row of shared prefixes, a mixer
 that runs for one document at a time, the tokens of a trial. Hooks and forwards of third parties
 then act differently: some add to a position, some store their output for the loss, some count
-tokens. No trial can tell the effect. All these cases therefore ask one function, `hooks_of_others`.
-Hooks of libraries in `known_names.HOOKS_ARE_HARMLESS` do not count, because they treat tokens alike
-and store nothing; all other hooks count.
+tokens. No trial can tell the effect. All these cases therefore ask one function,
+`third_party_hooks`. Hooks of libraries in `known_names.HOOKS_ARE_HARMLESS` do not count, because
+they treat tokens alike and store nothing; all other hooks count.
 
 Streamed layers compute softmax attention themselves, with the masks that
 transformers describes. transformers' own functions compute the same. A third-party function under
@@ -40,12 +40,19 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from streambp.admission.float8 import why_scaled
-from streambp.attention.interface import NAME, own_implementation
+from streambp.attention.interface import IMPLEMENTATION_NAME, own_implementation
 from streambp.distributed.ulysses import find_ulysses
 from streambp.errors import UnsupportedModelError
 from streambp.fingerprint.hooks import short_name
 from streambp.fingerprint.observed_values import version_of
-from streambp.foreign import compiled_inside, full_name, home_of, package_of, trls_head, undecorated
+from streambp.foreign import (
+    compiled_submodules,
+    full_name,
+    home_of,
+    package_of,
+    strip_deprecation,
+    trls_head,
+)
 from streambp.instance_forward import InstanceForward, forwards
 from streambp.known_names import (
     ATTENTION_TABLE,
@@ -57,11 +64,11 @@ from streambp.known_names import (
     GLOBAL_HOOKS,
     HOOKS_ARE_HARMLESS,
     HUB_KERNEL,
-    MASKING,
+    MASKING_MODULE,
     MODULE_HOOKS,
     MODULES_ARE_HARMLESS,
     OPACUS,
-    SOFTMAX,
+    SOFTMAX_FUNCTIONS,
     VERLS_SIZE,
 )
 from streambp.source import undecorate, written_forward
@@ -83,7 +90,7 @@ def refuse_foreign_attention(attentions: Iterable[nn.Module]) -> None:
     """
     for module in attentions:
         implementation = own_implementation(module.config)  # type: ignore[arg-type]
-        if implementation == NAME:
+        if implementation == IMPLEMENTATION_NAME:
             continue  # routed by another forward, which has checked already
         reason = foreign_function(module, implementation)
         if reason is not None:
@@ -125,7 +132,7 @@ def refuse_compiled_attention(layer: nn.Module) -> None:
     """
     if COMPILES_NAMES:
         return
-    for module in compiled_inside(layer):
+    for module in compiled_submodules(layer):
         if distinct_attentions([module]):
             raise UnsupportedModelError(
                 f"{type(module).__name__} in {type(layer).__name__} is compiled, and the compiler "
@@ -155,7 +162,7 @@ def foreign_function(module: nn.Module, implementation: str | None) -> str | Non
     try:
         hash((function, mask))
     except TypeError:  # without a hash, their results cannot be cached
-        inside = undecorated
+        inside = strip_deprecation
         why = _why_foreign.__wrapped__
     function = inside(function)
     inner = getattr(function, "__globals__", {}).get(FLASH_FORWARD)
@@ -174,7 +181,7 @@ def foreign_function(module: nn.Module, implementation: str | None) -> str | Non
     )
 
 
-_inside = functools.lru_cache(undecorated)
+_inside = functools.lru_cache(strip_deprecation)
 
 
 @functools.lru_cache
@@ -208,7 +215,7 @@ def _why_foreign(
         inner: name of a third-party function that `function` calls; None: none.
         mask: the mask function; None: none is registered for the implementation.
     """
-    function, mask = undecorated(function), undecorated(mask)
+    function, mask = strip_deprecation(function), strip_deprecation(mask)
     subject = f"The attention function of {kind} (attn_implementation={implementation!r})"
     if not registered:
         # The expected place is its modeling file (transformers' or a user's), or elsewhere in
@@ -228,7 +235,7 @@ def _why_foreign(
             f"{subject} has no mask function registered by its name, so that the unpatched model "
             "ignores padding and windows"
         )
-    if home_of(mask) != MASKING:
+    if home_of(mask) != MASKING_MODULE:
         return (
             f"The mask function for attn_implementation={implementation!r} is {full_name(mask)}, "
             "not transformers' own"
@@ -243,13 +250,13 @@ def _is_softmax(function: Callable[..., Any], implementation: str | None) -> boo
         return False  # transformers registers no partial: its arguments would change the result
     home, name = home_of(function), getattr(getattr(function, "__code__", None), "co_name", "")
     if home.startswith("transformers.integrations."):
-        return name in SOFTMAX
+        return name in SOFTMAX_FUNCTIONS
     if "/" in (implementation or "") and name == HUB_KERNEL[0]:
         return all(hub_name in getattr(function, "__globals__", {}) for hub_name in HUB_KERNEL)
     return find_ulysses(implementation) is not None
 
 
-NAMED_AT_MOST = 3  # hooks in a message
+MAX_NAMED_HOOKS = 3  # hooks in a message
 
 
 def foreign_parts(layer: nn.Module, previous: Callable[..., Any] | None = None) -> list[str]:
@@ -260,7 +267,7 @@ def foreign_parts(layer: nn.Module, previous: Callable[..., Any] | None = None) 
         layer: the decoder layer.
         previous: the forward that was set on the layer itself before `patch`; None: there was none.
     """
-    names = [] if previous is None or _harmless(previous) else [full_name(previous)]
+    names = [] if previous is None or _is_harmless(previous) else [full_name(previous)]
     for module in layer.modules():
         instance_forward, of_class = (
             module.__dict__.get("forward"),
@@ -270,17 +277,17 @@ def foreign_parts(layer: nn.Module, previous: Callable[..., Any] | None = None) 
             module is not layer
             and instance_forward is not None
             and not isinstance(instance_forward, InstanceForward)
-            and not _harmless(instance_forward)
+            and not _is_harmless(instance_forward)
         ):
             names.append(full_name(instance_forward))
-        if not _harmless(of_class):
+        if not _is_harmless(of_class):
             names.append(full_name(of_class))
         elif type(module).__module__.partition(".")[0] not in MODULES_ARE_HARMLESS:
             names.append(f"{type(module).__module__}.{type(module).__name__}")
     return list(dict.fromkeys(names))
 
 
-def _harmless(forward: Any) -> bool:
+def _is_harmless(forward: Any) -> bool:
     """True if the forward is from a library (torch, transformers, peft and others) whose modules
     compute every token alike. Such a forward does not count as third-party code."""
     return package_of(forward) in MODULES_ARE_HARMLESS
@@ -301,7 +308,7 @@ def refuse_opacus(where: str) -> NoReturn:
     )
 
 
-def hooks_of_others(module: nn.Module) -> dict[str, list[str]]:
+def third_party_hooks(module: nn.Module) -> dict[str, list[str]]:
     """Return a dict from the name of each third-party hook to the names of the modules that have
     it; "all modules" for a hook that is registered globally. Included are hooks on modules inside
     `module`, without its own. Hooks of libraries that treat all tokens alike and store nothing are
@@ -321,10 +328,10 @@ def hooks_of_others(module: nn.Module) -> dict[str, list[str]]:
 
 
 def named_hooks(paths_of_hooks: dict[str, list[str]]) -> str:
-    """Return the result of `hooks_of_others` as text: "count (probe.py:12) on layers.0.mlp and 11
+    """Return the result of `third_party_hooks` as text: "count (probe.py:12) on layers.0.mlp and 11
     other modules"."""
     labels = []
-    for hook, paths in list(paths_of_hooks.items())[:NAMED_AT_MOST]:
+    for hook, paths in list(paths_of_hooks.items())[:MAX_NAMED_HOOKS]:
         further_modules = len(set(paths)) - 1
         labels.append(
             f"{hook} on {paths[0]}"
@@ -335,8 +342,8 @@ def named_hooks(paths_of_hooks: dict[str, list[str]]) -> str:
             )
         )
     return ", ".join(labels) + (
-        f" and {len(paths_of_hooks) - NAMED_AT_MOST} more"
-        if len(paths_of_hooks) > NAMED_AT_MOST
+        f" and {len(paths_of_hooks) - MAX_NAMED_HOOKS} more"
+        if len(paths_of_hooks) > MAX_NAMED_HOOKS
         else ""
     )
 
@@ -347,7 +354,7 @@ def why_rows(module: nn.Module) -> str | None:
     packed row, or a float8 Linear whose scales would be those of the packed row."""
     if (scaled := why_scaled(module)) is not None:
         return scaled
-    hooks = hooks_of_others(module)
+    hooks = third_party_hooks(module)
     if hooks:
         return f"hooks would see another row than the batch's: {named_hooks(hooks)}"
     # a modeling file's modules belong to its model
@@ -370,7 +377,7 @@ def why_rows(module: nn.Module) -> str | None:
     return None
 
 
-def others_read_rows(model: nn.Module, backbones: list[nn.Module]) -> bool:
+def third_party_reads_rows(model: nn.Module, backbones: list[nn.Module]) -> bool:
     """True if third-party code between backbone and loss may read values at padding positions: a
     hook, a head, the model's forward or a loss function.
 
@@ -415,7 +422,9 @@ def _is_known(function: Any, home: set[str]) -> bool:
     """True if a function or class is defined in one of the Python modules `home`, or in a library
     that treats all tokens alike."""
     defining_module = (
-        function.__module__ if isinstance(function, type) else home_of(_innermost(function))
+        function.__module__
+        if isinstance(function, type)
+        else home_of(_innermost_function(function))
     )
     return defining_module in home or defining_module.partition(".")[0] in MODULES_ARE_HARMLESS
 
@@ -442,7 +451,7 @@ def watched_hooks(layer: nn.Module, names: tuple[str, ...] = FORWARD_HOOKS) -> I
             if package_of(hook) == OPACUS:
                 refuse_opacus(type(layer).__name__)
             if package_of(hook) not in HOOKS_ARE_HARMLESS:
-                table[key] = functools.partial(_watched, hook, changing)
+                table[key] = functools.partial(_run_watched_hook, hook, changing)
                 changing += [full_name(hook)] if _may_change(hook) else []
     try:
         yield changing
@@ -462,14 +471,16 @@ def may_edit_gradients(layer: nn.Module) -> bool:
         for h in getattr(m, name).values()
     )
     codes = (
-        getattr(_innermost(h), "__code__", None)
+        getattr(_innermost_function(h), "__code__", None)
         for h in hooks
         if package_of(h) not in HOOKS_ARE_HARMLESS
     )
-    return any(code is None or _gives_back(code) for code in codes)
+    return any(code is None or _can_return_value(code) for code in codes)
 
 
-def _watched(hook: Callable[..., Any], changing: list[str], /, *args: Any, **kwargs: Any) -> Any:
+def _run_watched_hook(
+    hook: Callable[..., Any], changing: list[str], /, *args: Any, **kwargs: Any
+) -> Any:
     """Run a hook in place of its call by the module, return its result, and add its name to
     `changing` if it modified or returned a value."""
     tensors = tensors_in((args[1:], kwargs), Tensor)
@@ -490,7 +501,7 @@ def _watched(hook: Callable[..., Any], changing: list[str], /, *args: Any, **kwa
 def _may_change(hook: Callable[..., Any]) -> bool:
     """True if the hook's code has branches, and returns a value or assigns to items: a test may
     miss what it modifies."""
-    code = getattr(_innermost(hook), "__code__", None)
+    code = getattr(_innermost_function(hook), "__code__", None)
     if code is None:
         return False
     steps = list(dis.get_instructions(code))
@@ -502,10 +513,10 @@ def _may_change(hook: Callable[..., Any]) -> bool:
         step.opname == "STORE_SUBSCR" or (step.opname == "BINARY_OP" and "=" in step.argrepr)
         for step in steps
     )
-    return branches and (stores or _gives_back(code))
+    return branches and (stores or _can_return_value(code))
 
 
-def _gives_back(code: CodeType) -> bool:
+def _can_return_value(code: CodeType) -> bool:
     """True if the function's code can return anything but None: a hook with this code may replace a
     value."""
     loads_none = False  # the previous instruction loads None
@@ -518,7 +529,7 @@ def _gives_back(code: CodeType) -> bool:
     return False
 
 
-def _innermost(function: Any) -> Any:
+def _innermost_function(function: Any) -> Any:
     """Return the plain function that a functools.partial or a callable object calls, whose code can
     be inspected."""
     while isinstance(function, functools.partial):

@@ -27,18 +27,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from streambp.admission.agreement import coarsest
-from streambp.admission.generators import on_trial
+from streambp.admission.agreement import coarsest_dtype
+from streambp.admission.generators import trial_context
 from streambp.admission.rehearsal import (
-    CHUNK,
-    TOKENS,
-    as_trained,
+    MAX_TRIAL_TOKENS,
+    TRIAL_CHUNK_SIZE,
     causal_prefix,
-    nothing_cached,
-    nothing_compiled,
-    nothing_masked,
+    disable_autocast_cache,
+    disable_compilation,
     random_like,
-    rehearsed,
+    randomize_zero_weights,
+    rehearse,
+    unmask_arguments,
 )
 from streambp.attention.kv import KVBuffer
 from streambp.attention.prefix import AttentionCall, Prefix, PrefixChunkAttention, Stage
@@ -47,11 +47,17 @@ from streambp.device import RandomState, has_data, is_out_of_memory
 from streambp.known_names import TOKEN_DIMS
 from streambp.layer.call import TRIAL_TOKENS, LayerCall
 from streambp.layer.data_flow import trace
-from streambp.layer.layer_state import Overwritten
-from streambp.layer.products import Labels, UnreadProducts, computed, left_out, tapped
-from streambp.recurrent.documents import in_one
+from streambp.layer.layer_state import OverwrittenTensors
+from streambp.layer.products import (
+    LinearNames,
+    UnreadProducts,
+    compute_outputs,
+    skip_outputs,
+    tap_linears,
+)
+from streambp.recurrent.documents import join_documents
 from streambp.recurrent.states import States, leaves_of
-from streambp.tensors import rebuilt
+from streambp.tensors import rebuild
 
 
 def unread_products(
@@ -72,7 +78,7 @@ def unread_products(
         return UnreadProducts(
             states=any(products.states for products in call.layer_state.tests.unread.values())
         )
-    with nothing_compiled():
+    with disable_compilation():
         return _find_unread(call, linears, needs_input)
 
 
@@ -92,30 +98,30 @@ def look_for_writes(call: LayerCall) -> Exception | None:
         or not x.numel()
     ):
         return None
-    chunks = call.first_chunks(TOKENS)
+    chunks = call.first_chunks(MAX_TRIAL_TOKENS)
     failed: Exception | None = None
     # a layer may count its keys by their positions, and find none at the highest ones
     for at_last_positions in (True, False):
         try:
             with (
                 torch.no_grad(),
-                call.streaming(),
-                few_tokens(call, x, chunks[-1].stop, at_last_positions) as tokens,
+                call.prepare_layer(),
+                random_tokens(call, x, chunks[-1].stop, at_last_positions) as tokens,
             ):
-                layer_state.tests.overwritten = _writes(call, tokens, chunks)
+                layer_state.tests.overwritten = _find_writes(call, tokens, chunks)
         except Exception as error:
             if is_out_of_memory(error):
                 raise
             failed = error
             continue
         layer_state.tests.at_last_positions = at_last_positions
-        if x.shape[-2] > CHUNK:
+        if x.shape[-2] > TRIAL_CHUNK_SIZE:
             findings.seen_writing |= {call.autocast}
         return None
     return failed
 
 
-def confirmed(names: Labels, passes: Callable[[Labels], bool]) -> Labels:
+def confirm_names(names: LinearNames, passes: Callable[[LinearNames], bool]) -> LinearNames:
     """Return the names of the Linears that can be skipped, those for which `passes` is true. All
     names are tested together; if they fail, all names that pass alone are tested together. The
     result is empty if both tests fail.
@@ -124,13 +130,17 @@ def confirmed(names: Labels, passes: Callable[[Labels], bool]) -> Labels:
         names: names of Linears that may be skipped.
         passes: returns True if results are right without these Linears' outputs.
     """
-    if not names or _holds(passes, names):
+    if not names or _passes_without_error(passes, names):
         return names
-    passing = frozenset(name for name in names if _holds(passes, frozenset({name})))
-    return passing if passing and passing != names and _holds(passes, passing) else frozenset()
+    passing = frozenset(name for name in names if _passes_without_error(passes, frozenset({name})))
+    return (
+        passing
+        if passing and passing != names and _passes_without_error(passes, passing)
+        else frozenset()
+    )
 
 
-def _holds(passes: Callable[[Labels], bool], names: Labels) -> bool:
+def _passes_without_error(passes: Callable[[LinearNames], bool], names: LinearNames) -> bool:
     """True if the test `holds(names)` returns true. False if the test raises anything but an
     out-of-memory error, so that no Linear is skipped."""
     try:
@@ -142,7 +152,7 @@ def _holds(passes: Callable[[Labels], bool], names: Labels) -> bool:
 
 
 @contextlib.contextmanager
-def few_tokens(
+def random_tokens(
     call: LayerCall, like: Tensor, length: int, at_last_positions: bool = True
 ) -> Iterator[Tensor]:
     """Context manager for a test, which yields random tokens [..., B, length, h] at the scale of
@@ -161,26 +171,33 @@ def few_tokens(
     """
     named_arguments = call.arguments.by_name
     if not has_data(like):
-        with call.arguments.replace(in_one(named_arguments)), on_trial(call):
+        with call.arguments.replace(join_documents(named_arguments)), trial_context(call):
             yield like.new_empty((*like.shape[:-2], length, like.shape[-1]))
         return
     with (
-        RandomState.capture(call.device).replayed(),
-        nothing_cached(),
-        on_trial(call),
-        as_trained(call),
+        RandomState.capture(call.device).replay(),
+        disable_autocast_cache(),
+        trial_context(call),
+        randomize_zero_weights(call),
     ):
         with torch.no_grad():
-            parts = [random_like(like) for _ in range(-(-length // min(TOKENS, like.shape[-2])))]
+            parts = [
+                random_like(like)
+                for _ in range(-(-length // min(MAX_TRIAL_TOKENS, like.shape[-2])))
+            ]
             x = torch.cat(parts, -2)[..., :length, :]  # [..., B, length, h]
-        positions = _turned(call, length) if at_last_positions else {}
+        positions = _rolled_positions(call, length) if at_last_positions else {}
         with call.arguments.replace(
-            {**nothing_masked(named_arguments, length), **in_one(named_arguments), **positions}
+            {
+                **unmask_arguments(named_arguments, length),
+                **join_documents(named_arguments),
+                **positions,
+            }
         ):
             yield x
 
 
-def _turned(call: LayerCall, length: int) -> dict[str, Any]:
+def _rolled_positions(call: LayerCall, length: int) -> dict[str, Any]:
     """Return the call's position_ids and position_embeddings, rolled along the sequence for a test
     run on the first `length` tokens. The tokens of the test run then include the highest position.
 
@@ -206,7 +223,7 @@ def _turned(call: LayerCall, length: int) -> dict[str, Any]:
         return x.roll(-start, dim) if isinstance(x, Tensor) else x
 
     return {
-        name: rebuilt(named_arguments[name], functools.partial(turn, dim=dim))
+        name: rebuild(named_arguments[name], functools.partial(turn, dim=dim))
         for name, dim in dims.items()
         if name in named_arguments
     }
@@ -245,7 +262,7 @@ def same_gradients(
             if x is not y:
                 return False
         elif not torch.equal(x, y):
-            dtype = coarsest(call, y)
+            dtype = coarsest_dtype(call, y)
             wide = torch.promote_types(dtype, torch.float32)  # a half's norm may overflow
             tolerance = max(torch.finfo(dtype).eps, 64 * torch.finfo(wide).eps)
             if not bool((x - y).to(wide).norm() <= tolerance * y.to(wide).norm()):
@@ -253,7 +270,7 @@ def same_gradients(
     return True
 
 
-class _Watched(PrefixChunkAttention):
+class _RecordingAttention(PrefixChunkAttention):
     """Attention of one chunk that also stores each attention output and a copy of its values, to
     see later if the layer has written to the output."""
 
@@ -267,7 +284,7 @@ class _Watched(PrefixChunkAttention):
         return o
 
 
-def _writes(call: LayerCall, x: Tensor, chunks: tuple[Chunk, ...]) -> Overwritten:
+def _find_writes(call: LayerCall, x: Tensor, chunks: tuple[Chunk, ...]) -> OverwrittenTensors:
     """Return the tensors that the layer's forward over x [..., B, T, h] overwrites in place,
     together with those of earlier test runs.
 
@@ -280,7 +297,7 @@ def _writes(call: LayerCall, x: Tensor, chunks: tuple[Chunk, ...]) -> Overwritte
     products: list[tuple[str, Tensor, Tensor]] = []
     prefix = causal_prefix(call, chunks[-1].stop)
     states: States = {}
-    attended, inputs = overwritten.attended, overwritten.inputs
+    attended, inputs = overwritten.attention_output, overwritten.inputs
     for chunk in chunks:
         inputs_of_chunk = [
             part.clone() for part in (x[..., chunk.start : chunk.stop, :], *states.values())
@@ -289,24 +306,26 @@ def _writes(call: LayerCall, x: Tensor, chunks: tuple[Chunk, ...]) -> Overwritte
             (part, part.clone(), None if part.is_inference() else part._version)
             for part in inputs_of_chunk
         ]
-        chunk_attention = _Watched(prefix, chunk)
+        chunk_attention = _RecordingAttention(prefix, chunk)
         states_of_chunk = dict(zip(states, inputs_of_chunk[1:], strict=True))
-        with tapped(linears, linears, lambda name, out: products.append((name, out, out.clone()))):
+        with tap_linears(
+            linears, linears, lambda name, out: products.append((name, out, out.clone()))
+        ):
             output = call.run(inputs_of_chunk[0], chunk, chunk_attention, states=states_of_chunk)
         assert output is not None
-        attended |= any(_changed(*pair) for pair in chunk_attention.output_copies)
+        attended |= any(_is_changed(*pair) for pair in chunk_attention.output_copies)
         inputs |= any(
-            _changed(part, old) and (version in (None, part._version))
+            _is_changed(part, old) and (version in (None, part._version))
             for part, old, version in records
         )
         states = output.states
     names_of_overwritten = {
-        name for name, out, copy in products if _changed(out, copy) or _counts_no_writes(out)
+        name for name, out, copy in products if _is_changed(out, copy) or _counts_no_writes(out)
     }
-    return Overwritten(overwritten.products.union(names_of_overwritten), attended, inputs)
+    return OverwrittenTensors(overwritten.products.union(names_of_overwritten), attended, inputs)
 
 
-def _changed(current: Tensor, copy: Tensor) -> bool:
+def _is_changed(current: Tensor, copy: Tensor) -> bool:
     return bool(((current != copy) & ~(current.isnan() & copy.isnan())).any())
 
 
@@ -317,7 +336,7 @@ def _counts_no_writes(tensor: Tensor) -> bool:
 
 
 @dataclasses.dataclass
-class Recomputed:
+class RecomputedResults:
     """Results of recomputing a few test tokens with a graph.
 
     Attributes:
@@ -357,11 +376,11 @@ class Trial:
     needs_input: bool
     random: RandomState
 
-    def recompute(self) -> Recomputed:
+    def recompute(self) -> RecomputedResults:
         """Run the chunks with a graph, as backward's recomputation does, and return the results."""
         prefix = causal_prefix(self.call, self.chunks[-1].stop)
         leaf = self.x.detach().requires_grad_(self.needs_input)
-        results = Recomputed([], [], [leaf], [], False)
+        results = RecomputedResults([], [], [leaf], [], False)
 
         def start(ended: States) -> States:
             results.goes_on = any(state.requires_grad for state in ended.values())
@@ -375,8 +394,8 @@ class Trial:
             results.leaves += arguments
             return arguments
 
-        with torch.enable_grad(), self.random.replayed():
-            for _, output in rehearsed(
+        with torch.enable_grad(), self.random.replay():
+            for _, output in rehearse(
                 self.call, leaf, self.chunks, Stage.RECOMPUTE, prefix, start, leaves
             ):
                 assert output is not None
@@ -390,7 +409,7 @@ class Trial:
         results.kv += _keys_and_values(prefix)
         return results
 
-    def refill(self, calls: int, starts: list[States], names: Labels) -> list[Tensor]:
+    def refill(self, calls: int, starts: list[States], names: LinearNames) -> list[Tensor]:
         """Return K [B, t, H_kv, D] and V of each attention call, recomputed without the outputs of
         some Linears. Backward recomputes K and V this way if forward has not saved them.
 
@@ -401,21 +420,21 @@ class Trial:
         """
         prefix, start_states = causal_prefix(self.call, self.chunks[-1].stop), iter(starts)
         prefix.calls, chunks = calls, self.chunks[: len(starts)]
-        with torch.no_grad(), self.random.replayed(), left_out(self.linears, names):
-            for _ in rehearsed(
+        with torch.no_grad(), self.random.replay(), skip_outputs(self.linears, names):
+            for _ in rehearse(
                 self.call, self.x, chunks, Stage.REFILL, prefix, lambda _: next(start_states)
             ):
                 pass
         return _keys_and_values(prefix)
 
-    def gradients(self, names: Labels) -> list[Tensor | None]:
+    def gradients(self, names: LinearNames) -> list[Tensor | None]:
         """Return the gradients [...] of input, arguments, start states and parameters, recomputed
         without the outputs of the named Linears."""
         computed_names = [name for name in self.linears if name not in names]
-        with computed(self.linears, computed_names), left_out(self.linears, names):
+        with compute_outputs(self.linears, computed_names), skip_outputs(self.linears, names):
             return self.gradients_of(self.recompute())
 
-    def gradients_of(self, recomputed: Recomputed) -> list[Tensor | None]:
+    def gradients_of(self, recomputed: RecomputedResults) -> list[Tensor | None]:
         """Return the gradients [...] of the layer's input, arguments, start states and parameters,
         in this order, for random gradients of a recomputation's outputs. Tensors that require no
         gradient are left out; None for a tensor without effect."""
@@ -424,7 +443,7 @@ class Trial:
             for parameter in self.call.layer_state.layer.parameters()
             if parameter.requires_grad
         ]
-        with self.random.replayed():
+        with self.random.replay():
             return gradients_of(recomputed.outputs, [*recomputed.leaves, *parameters])
 
 
@@ -453,13 +472,13 @@ def _find_unread(
     like = call.saved.store.peek("x", 0)
     chunks = call.first_chunks(TRIAL_TOKENS)
     with_data = has_data(like)
-    with few_tokens(call, like, chunks[-1].stop, call.layer_state.tests.at_last_positions) as x:
+    with random_tokens(call, like, chunks[-1].stop, call.layer_state.tests.at_last_positions) as x:
         trial = Trial(call, linears, x, chunks, needs_input, RandomState.capture(call.device))
-        ran: list[Recomputed] = []
+        ran: list[RecomputedResults] = []
 
         def run() -> list[Tensor]:
             # computes what a recomputation with skipped products computes
-            with computed(linears, linears):
+            with compute_outputs(linears, linears):
                 ran.append(trial.recompute())
             return ran[0].kv
 
@@ -476,22 +495,24 @@ def _find_unread(
         if with_data and products.recompute:
             try:
                 # a checkpoint inside the layer computes the products once more
-                with computed(linears, linears):
+                with compute_outputs(linears, linears):
                     expected = trial.gradients_of(ran[0])
             except Exception as error:  # a trace's error is ignored as well
                 if is_out_of_memory(error):
                     raise
-                recompute: Labels = frozenset()
+                recompute: LinearNames = frozenset()
             else:
-                recompute = confirmed(
+                recompute = confirm_names(
                     products.recompute,
                     lambda names: same_gradients(call, trial.gradients(names), expected),
                 )
             products = dataclasses.replace(products, recompute=recompute)
-        return _refillable(products, trial, ran[0])
+        return _find_refillable(products, trial, ran[0])
 
 
-def _refillable(proposed: UnreadProducts, trial: Trial, ran: Recomputed) -> UnreadProducts:
+def _find_refillable(
+    proposed: UnreadProducts, trial: Trial, ran: RecomputedResults
+) -> UnreadProducts:
     """Test which Linears can be skipped while backward recomputes K and V alone: K and V must be
     equal to the bit without these Linears' outputs. Return `proposed` with only these Linears in
     `refill`.
@@ -505,13 +526,13 @@ def _refillable(proposed: UnreadProducts, trial: Trial, ran: Recomputed) -> Unre
         return dataclasses.replace(proposed, refill=frozenset())
     starts = ran.starts if trial.call.layer_state.kind.states.carries else [{}]
     calls = len(ran.kv) // 2
-    refill = confirmed(
-        proposed.refill, lambda names: _same(trial.refill(calls, starts, names), ran.kv)
+    refill = confirm_names(
+        proposed.refill, lambda names: _bits_equal(trial.refill(calls, starts, names), ran.kv)
     )
     return dataclasses.replace(proposed, refill=refill)
 
 
-def _same(tensors: list[Tensor], expected: list[Tensor]) -> bool:
+def _bits_equal(tensors: list[Tensor], expected: list[Tensor]) -> bool:
     """True if two lists of K and V, recomputed with and without some Linears, are equal to the bit.
     Lists of meta or fake tensors are compared by shapes alone."""
     if any(x.shape != y.shape for x, y in zip(tensors, expected, strict=True)):

@@ -16,12 +16,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-MEMORY = (bytearray, memoryview, ctypes.Array, ctypes.Structure, ctypes._SimpleCData)
-FILES = (io.BytesIO, io.StringIO)  # files in memory
-ARRAYS = (np.ndarray, array.array, *MEMORY, *FILES)  # mutable numbers outside of torch
+BUFFER_TYPES = (bytearray, memoryview, ctypes.Array, ctypes.Structure, ctypes._SimpleCData)
+MEMORY_FILE_TYPES = (io.BytesIO, io.StringIO)  # files in memory
+ARRAY_TYPES = (
+    np.ndarray,
+    array.array,
+    *BUFFER_TYPES,
+    *MEMORY_FILE_TYPES,
+)  # mutable numbers outside of torch
 
 
-class Values(NamedTuple):
+class SavedValues(NamedTuple):
     """A tensor or NumPy array [...] and a copy of its values, to restore them.
 
     Attributes:
@@ -37,15 +42,15 @@ class Values(NamedTuple):
     version: int | None
 
 
-def values_of(name: str, tensor: Tensor) -> Values:
-    """Return a copy of a tensor's values [...] with its version counter, from which `put_back`
-    restores them after a test."""
+def save_values(name: str, tensor: Tensor) -> SavedValues:
+    """Return a copy of a tensor's values [...] with its version counter, from which
+    `restore_values` restores them after a test."""
     with _disable_current_modes(), torch.no_grad():
         version = None if tensor.is_inference() else tensor._version
-        return Values(name, tensor, tensor.detach().clone(), version)
+        return SavedValues(name, tensor, tensor.detach().clone(), version)
 
 
-def put_back(values: Values) -> None:
+def restore_values(values: SavedValues) -> None:
     """Write the copied values [...] back into their tensor or array, and restore the version
     counter.
 
@@ -55,7 +60,7 @@ def put_back(values: Values) -> None:
     if isinstance(holder, np.ndarray):
         holder[...] = saved
         return
-    if isinstance(holder, FILES):
+    if isinstance(holder, MEMORY_FILE_TYPES):
         holder.seek(0)
         holder.truncate()
         holder.write(saved.getvalue())  # type: ignore[arg-type]
@@ -64,7 +69,7 @@ def put_back(values: Values) -> None:
     if isinstance(holder, array.array | bytearray):
         holder[:] = saved
         return
-    if isinstance(holder, MEMORY):
+    if isinstance(holder, BUFFER_TYPES):
         memoryview(holder).cast("B")[:] = saved
         return
     with _disable_current_modes(), torch.inference_mode(holder.is_inference()), torch.no_grad():
@@ -76,7 +81,7 @@ def put_back(values: Values) -> None:
         torch._C._autograd._unsafe_set_version_counter((holder,), (values.version,))
 
 
-class Writes(TorchDispatchMode):
+class CopyOnWrite(TorchDispatchMode):
     """Torch dispatch mode that copies a tensor's values before the first operation that writes to
     it in place.
 
@@ -92,7 +97,7 @@ class Writes(TorchDispatchMode):
 
     def __init__(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         super().__init__()
-        self.copies: list[Values] = []
+        self.copies: list[SavedValues] = []
         self.names: set[str] = set()
         self._watched: dict[int, list[tuple[str, Tensor]]] = {}
         self._copied: set[int] = set()
@@ -120,19 +125,19 @@ class Writes(TorchDispatchMode):
         for name, tensor in self._watched.get(storage, ()):
             self.names.add(name)
             if storage not in self._copied:
-                self.copies.append(values_of(name, tensor))
+                self.copies.append(save_values(name, tensor))
         self._copied.add(storage)
 
 
-def changed_values(snapshots: Iterable[Values]) -> list[Values]:
+def changed_values(snapshots: Iterable[SavedValues]) -> list[SavedValues]:
     """Return the entries whose tensors or arrays differ now from their copies, because a test run
     has written to them. Synchronizes once with each device."""
-    entries: list[Values] = []
-    by_device: dict[torch.device, list[tuple[Values, Tensor]]] = {}
+    entries: list[SavedValues] = []
+    by_device: dict[torch.device, list[tuple[SavedValues, Tensor]]] = {}
     with _disable_current_modes(), torch.no_grad():
         for values in snapshots:
             holder, saved = values.holder, values.copy
-            if isinstance(holder, ARRAYS):
+            if isinstance(holder, ARRAY_TYPES):
                 entries += [values] if content_of(holder) != content_of(saved) else []
             elif (
                 holder.shape != saved.shape or holder.dtype != saved.dtype
@@ -157,23 +162,23 @@ def changed_values(snapshots: Iterable[Values]) -> list[Values]:
 def content_of(numbers: Any) -> tuple[bytes | str, int]:
     """Return the content of an array, a block of memory or a file in memory, to compare it with its
     copy, and the position in a file."""
-    if isinstance(numbers, FILES):
+    if isinstance(numbers, MEMORY_FILE_TYPES):
         return numbers.getvalue(), numbers.tell()
     if isinstance(numbers, np.ndarray | array.array):
         return numbers.tobytes(), 0
     return bytes(memoryview(numbers).cast("B")), 0
 
 
-def copied_memory(value: Any, limit: int) -> Any:
-    """Return a copy of a block of memory or of a file in memory, from which `put_back` restores it.
-    None if the value cannot be written to, or has more than `limit` bytes."""
-    if type(value) in FILES:
+def copy_memory(value: Any, limit: int) -> Any:
+    """Return a copy of a block of memory or of a file in memory, from which `restore_values`
+    restores it. None if the value cannot be written to, or has more than `limit` bytes."""
+    if type(value) in MEMORY_FILE_TYPES:
         if value.closed or len(value.getvalue()) > limit:
             return None
         copy = type(value)(value.getvalue())
         copy.seek(value.tell())
         return copy
-    if not isinstance(value, MEMORY) or isinstance(value, ctypes.py_object):
+    if not isinstance(value, BUFFER_TYPES) or isinstance(value, ctypes.py_object):
         return None
     view = memoryview(value)
     if view.readonly or not view.c_contiguous or view.nbytes > limit:

@@ -33,18 +33,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from streambp.attention.backend import Backend, BlockPlan, Use
-from streambp.attention.kernels import MATH, Task, block_views, narrowed, upload, widened
+from streambp.attention.backend import Backend, BlockPlan, BlockPurpose
+from streambp.attention.kernels import MATH, Task, block_views, cut_columns, pad_columns, upload
 from streambp.attention.kv import KVBuffer, KVStorage
 from streambp.attention.masks import DenseMask
-from streambp.attention.spans import Block, Kind, Spans
+from streambp.attention.spans import Block, BlockKind, Spans
 from streambp.attention.triton_merge import fits_triton, merge_in_triton
 from streambp.chunks import Chunk
 from streambp.device import without_autocast
 
 
 @dataclasses.dataclass
-class Attended:
+class AttentionOutput:
     """Attention output of one chunk: o [B, C, H, D_v], contiguous, and its logsumexp lse [B, H, C]
     over all keys. [Note: one layout]
 
@@ -125,13 +125,13 @@ class MergedOutput:
         part = self._o[rows, columns]
         merge(part, self._lse[rows, :, columns], o.transpose(1, 2), lse, part)
 
-    def result(self) -> Attended:
+    def result(self) -> AttentionOutput:
         """Return the merged o [B, C, H, D_v] in q's dtype, wider if `wide`, and lse [B, H, C]. A
         query that is in no block has o = 0 and lse = -inf. Call this method once, after the last
         `add`."""
         if self._o is None or self._lse is None:
             self._o, self._lse = self._empty(self._dtype)
-        return Attended(self._o.to(self._dtype).contiguous(), self._lse.contiguous())
+        return AttentionOutput(self._o.to(self._dtype).contiguous(), self._lse.contiguous())
 
     def _empty(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         batch, length, heads, _ = self._shape
@@ -188,7 +188,7 @@ def merge_in_torch(
     lse.copy_(merged_lse)
 
 
-class SummedQueries:
+class QueryGradientSum:
     """Gradient dq of a chunk's queries, summed over the blocks (rectangles of queries and keys) of
     its attention.
 
@@ -240,10 +240,10 @@ class SummedQueries:
         return total.to(self._q.dtype).transpose(1, 2)
 
 
-Layout = Spans | DenseMask
+SpansOrMask = Spans | DenseMask
 
 
-class Params(NamedTuple):
+class AttentionParams(NamedTuple):
     """Settings of one attention call for a chunk of the sequence.
 
     Attributes:
@@ -265,7 +265,7 @@ class Params(NamedTuple):
     bias: Tensor | None = None
     bias_gradient: Tensor | None = None
 
-    def tasks(self, plan: BlockPlan, layout: Layout, device: torch.device) -> Iterable[Task]:
+    def tasks(self, plan: BlockPlan, layout: SpansOrMask, device: torch.device) -> Iterable[Task]:
         """Return the kernel arguments (`Task`) of each block of a chunk. A block is a rectangle of
         queries and keys, computed by one kernel call.
 
@@ -285,7 +285,7 @@ class Params(NamedTuple):
             self._task(number, block, layout, device) for number, block in enumerate(plan.blocks)
         )
 
-    def _task(self, number: int, block: Block, layout: Layout, device: torch.device) -> Task:
+    def _task(self, number: int, block: Block, layout: SpansOrMask, device: torch.device) -> Task:
         """Return the kernel arguments of one block, a rectangle of queries and keys. A block of
         kind MASK gets its part of the mask [B or 1, H or 1, q, k]. A block of kind VARLEN gets
         cu_seqlens of its queries and keys, [documents + 1] each in int32.
@@ -297,10 +297,10 @@ class Params(NamedTuple):
             device: device of the tensors.
         """
         tile = ends = None
-        if block.kind is Kind.MASK:
+        if block.kind is BlockKind.MASK:
             assert isinstance(layout, DenseMask)
             tile = layout.tile(block.q0, block.q1, block.k0, block.k1, device)
-        elif block.kind is Kind.VARLEN:
+        elif block.kind is BlockKind.VARLEN:
             # cached for all layers: an upload synchronizes the host
             key = (block.cu_q, block.cu_k, device)
             if key not in layout.caches:
@@ -322,13 +322,13 @@ class Params(NamedTuple):
 def attend_blocks(
     q: Tensor,
     kv_storage: KVStorage,
-    layout: Layout,
+    layout: SpansOrMask,
     chunk: Chunk,
-    params: Params,
+    params: AttentionParams,
     sink: Tensor | None = None,
     keep_wide: bool = False,
     plan: BlockPlan | None = None,
-) -> Attended:
+) -> AttentionOutput:
     """Compute attention for the queries of one chunk. Keys are read block by block, and the blocks'
     outputs are merged by their logsumexp (DESIGN.md section 2).
 
@@ -348,7 +348,10 @@ def attend_blocks(
     q = q.transpose(1, 2).contiguous()  # [B, C, H, D]. [Note: one layout]
     if plan is None:
         plan = params.backend.plan(
-            layout, chunk, q.shape[0], Use.STREAMED if kv_storage.streams else Use.FORWARD
+            layout,
+            chunk,
+            q.shape[0],
+            BlockPurpose.TILED if kv_storage.streams else BlockPurpose.FORWARD,
         )
     keep_wide = keep_wide and set(plan.kernels) == {MATH}
     size = kv_storage.value_size
@@ -363,17 +366,17 @@ def attend_blocks(
             (q_here,) = block_views(queries, q)
         o, lse = plan.kernels[number].forward(q_here, k, v, task)
         if padded:
-            o = narrowed(o, size)
+            o = cut_columns(o, size)
         output.add(number, o, lse)
     attended = output.result()
     if sink is not None:
-        attended = with_sink(attended, sink)
+        attended = add_sink(attended, sink)
     if attended.o.dtype == q.dtype:
         return attended
-    return Attended(attended.o.to(q.dtype), attended.lse, attended.o if keep_wide else None)
+    return AttentionOutput(attended.o.to(q.dtype), attended.lse, attended.o if keep_wide else None)
 
 
-def with_sink(attended: Attended, sink: Tensor) -> Attended:
+def add_sink(attended: AttentionOutput, sink: Tensor) -> AttentionOutput:
     """Return a chunk's attention output with an attention sink: one more key, read by every query,
     with logit sink [H] and value zero.
 
@@ -384,7 +387,7 @@ def with_sink(attended: Attended, sink: Tensor) -> Attended:
     sink = sink.detach().to(attended.lse.dtype).view(1, -1, 1)
     lse = torch.logaddexp(attended.lse, sink)  # [B, H, C]
     shrunk = attended.o * torch.exp(attended.lse - lse).transpose(1, 2)[..., None]  # [B, C, H, D_v]
-    return Attended(shrunk.to(attended.o.dtype), lse)
+    return AttentionOutput(shrunk.to(attended.o.dtype), lse)
 
 
 class PrefixRead(torch.autograd.Function):
@@ -446,10 +449,10 @@ class PrefixAttention(torch.autograd.Function):
         v: Tensor,
         sink: Tensor | None,
         kv_storage: KVStorage,
-        layout: Layout,
+        layout: SpansOrMask,
         chunk: Chunk,
-        params: Params,
-        saved: Attended | None,
+        params: AttentionParams,
+        saved: AttentionOutput | None,
         bias: Tensor | None = None,
     ) -> Tensor:
         """Return the chunk's attention output o [B, C, H, D_v] in q's dtype.
@@ -503,17 +506,20 @@ class PrefixAttention(torch.autograd.Function):
             dbias = torch.zeros_like(params.bias, dtype=lse.dtype)
             params = params._replace(bias_gradient=dbias)
         plan: BlockPlan = params.backend.plan(
-            layout, chunk, q.shape[0], Use.STREAMED if kv_storage.streams else Use.BACKWARD
+            layout,
+            chunk,
+            q.shape[0],
+            BlockPurpose.TILED if kv_storage.streams else BlockPurpose.BACKWARD,
         )
-        summed = SummedQueries(q, plan, chunk)
+        summed = QueryGradientSum(q, plan, chunk)
         size = kv_storage.value_size
         width = kv_storage.width
         # [B, C, H, width]. [Note: padded values]
         do_wide = do
         o_wide = o
         if size != width:
-            do_wide = widened(do, width)
-            o_wide = widened(o, width)
+            do_wide = pad_columns(do, width)
+            o_wide = pad_columns(o, width)
         do_whole, q_whole, o_whole = block_views((0, q.shape[0], 0, q.shape[1]), do_wide, q, o_wide)
         uncast = without_autocast(q.device.type)
         visits = zip(
@@ -539,11 +545,11 @@ class PrefixAttention(torch.autograd.Function):
                 )
             summed.add(number, dq)
             if size != width:
-                dv = narrowed(dv, size)
+                dv = cut_columns(dv, size)
             kv_storage.add(block, dk, dv)
         dk_own, dv_own = kv_storage.take_gradients(chunk)  # [Note: prefix accumulation order]
         dsink = None
-        if ctx.needs_input_grad[3]:  # see `with_sink`
+        if ctx.needs_input_grad[3]:  # see `add_sink`
             weight = torch.exp(sink.to(lse.dtype).view(1, -1, 1) - lse)  # [B, H, C]
             products = (do.to(lse.dtype) * o.to(lse.dtype)).sum(-1)  # [B, C, H]
             dsink = -(weight.transpose(1, 2) * products).sum((0, 1)).view_as(sink).to(sink.dtype)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import current_flash_attention_impl
 
-from streambp.accumulate import HALF
+from streambp.accumulate import HALF_DTYPES
 from streambp.attention.kernels import (
     CPU_FLASH,
     CUDNN,
@@ -30,7 +30,7 @@ from streambp.attention.kernels import (
     FlashKernel,
     Kernel,
 )
-from streambp.attention.kernels_wide import EFFICIENT, PADDED
+from streambp.attention.kernels_wide import EFFICIENT, PADDED_KERNELS
 from streambp.attention.masks import DenseMask
 from streambp.attention.rules import (
     AttentionShape,
@@ -41,13 +41,13 @@ from streambp.attention.rules import (
     why_not_efficient,
     why_not_flash,
 )
-from streambp.attention.spans import Block, Kind, Spans, Tiling
+from streambp.attention.spans import Block, BlockKind, Spans, Tiling
 from streambp.chunks import Chunk
 from streambp.device import has_data
 from streambp.errors import AttentionChoiceError
 
 
-class Use(enum.Enum):
+class BlockPurpose(enum.Enum):
     """Purpose of a block (a rectangle of queries and keys), which limits the number of its keys.
 
     FORWARD: only the output is computed, from K and V in one buffer. BACKWARD: dK and dV are
@@ -56,7 +56,7 @@ class Use(enum.Enum):
 
     FORWARD = "forward"  # keys and values lie in one buffer
     BACKWARD = "backward"  # limited, because dK and dV are returned, too
-    STREAMED = "streamed"  # keys and values reach the device in tiles
+    TILED = "streamed"  # keys and values reach the device in tiles
 
 
 class KernelUse(NamedTuple):
@@ -70,7 +70,7 @@ class KernelUse(NamedTuple):
     """
 
     kernel: str
-    kind: Kind
+    kind: BlockKind
     reason: str
 
 
@@ -131,8 +131,8 @@ class Backend:
                 return kernel
         return self.kernels[-1]  # plain products take every block that is left
 
-    def tiling(self, use: Use) -> Tiling:
-        """Return the largest and smallest sizes of blocks for this use, as the preferred kernel
+    def tiling(self, purpose: BlockPurpose) -> Tiling:
+        """Return the largest and smallest sizes of blocks for this purpose, as the preferred kernel
         requires them. `Spans.blocks` cuts a chunk's attention into blocks of these sizes.
 
         The field `tail` has the sizes for the next kernel, which computes blocks too short for the
@@ -145,14 +145,14 @@ class Backend:
         for kernel in self.kernels:
             tiling = kernel.tiling
             largest = kernel.tiling.k_block
-            if use is Use.FORWARD:
+            if purpose is BlockPurpose.FORWARD:
                 largest = tiling.k_forward
-            elif use is Use.STREAMED:
+            elif purpose is BlockPurpose.TILED:
                 largest = min(largest or K_BLOCK, K_BLOCK)
             if largest != tiling.k_block:
                 tiling = dataclasses.replace(tiling, k_block=largest)
             limited.append(tiling)
-            if masked is None and Kind.MASK in kernel.kinds:
+            if masked is None and BlockKind.MASK in kernel.kinds:
                 masked = tiling
             native_window = native_window or tiling.native_window
             native_varlen = native_varlen or tiling.native_varlen
@@ -168,7 +168,9 @@ class Backend:
             native_varlen=native_varlen,
         )
 
-    def plan(self, layout: Spans | DenseMask, chunk: Chunk, rows: int, use: Use) -> BlockPlan:
+    def plan(
+        self, layout: Spans | DenseMask, chunk: Chunk, rows: int, purpose: BlockPurpose
+    ) -> BlockPlan:
         """Return the rectangles of queries and keys (blocks) that compute a chunk's attention, with
         their kernels. All layers with the same mask share the cached plan.
 
@@ -176,22 +178,22 @@ class Backend:
             layout: keys that each query may read.
             chunk: the chunk's range of positions.
             rows: number of rows of the batch.
-            use: purpose of the blocks.
+            purpose: purpose of the blocks.
         """
-        key = (self, chunk.start, chunk.stop, use)
+        key = (self, chunk.start, chunk.stop, purpose)
         plan: BlockPlan | None = layout.caches.get(key)
         if plan is not None:
             return plan
-        tiling: Tiling | None = layout.caches.get((self.kernels, use))
+        tiling: Tiling | None = layout.caches.get((self.kernels, purpose))
         if tiling is None:
-            tiling = layout.caches[self.kernels, use] = self.tiling(use)
+            tiling = layout.caches[self.kernels, purpose] = self.tiling(purpose)
         blocks = tuple(
             sorted(layout.blocks(chunk.start, chunk.stop, tiling), key=operator.attrgetter("k0"))
         )
         all_queries = 0, rows, chunk.start, chunk.stop
         kernels = list[Kernel]()
         covers = list[bool]()
-        kinds = set[Kind]()
+        kinds = set[BlockKind]()
         uses = set[KernelUse]()
         for block in blocks:
             kernel = self.kernel(block)
@@ -211,8 +213,8 @@ class Backend:
             depth,
             complete=covered == queries,
             covers=tuple(covers),
-            by_place=kinds.isdisjoint((Kind.MASK, Kind.VARLEN)),
-            all_read=any(covers[:1]) and kinds <= {Kind.FULL, Kind.CAUSAL},
+            by_place=kinds.isdisjoint((BlockKind.MASK, BlockKind.VARLEN)),
+            all_read=any(covers[:1]) and kinds <= {BlockKind.FULL, BlockKind.CAUSAL},
             kernel_uses=frozenset(uses),
         )
         return plan
@@ -241,7 +243,7 @@ def _depth(blocks: tuple[Block, ...]) -> tuple[int, int]:
     return depth, covered
 
 
-FLASH_4 = "flash-attn-4"  # the package of FlashAttention-4
+FLASH_4_PACKAGE = "flash-attn-4"  # the package of FlashAttention-4
 
 
 def platform_of(device: torch.device) -> Platform:
@@ -256,7 +258,7 @@ def platform_of(device: torch.device) -> Platform:
     flash_4: Version = ()
     if flash is not None:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            flash_4 = _numbers(importlib.metadata.version(FLASH_4))
+            flash_4 = _numbers(importlib.metadata.version(FLASH_4_PACKAGE))
     cudnn = 0
     if torch.backends.cudnn.is_available():
         cudnn = torch.backends.cudnn.version() or 0
@@ -325,9 +327,9 @@ def choose_backend(
             "math" supports everything.
     """
     if requested == "math":
-        return PLAIN_PRODUCTS
+        return MATH_BACKEND
     properties = platform_of(q.device) if platform is None else platform
-    return _chosen(
+    return _choose(
         requested,
         AttentionShape(q.shape[-1], v.shape[-1], q.dtype, dropout, softcap, biased),
         sink,
@@ -335,12 +337,12 @@ def choose_backend(
     )
 
 
-PLAIN_PRODUCTS = Backend((MATH,), reason="attention='math'")
+MATH_BACKEND = Backend((MATH,), reason="attention='math'")
 
 
 @functools.lru_cache
-def _chosen(choice: str, call: AttentionShape, sink: bool, platform: Platform) -> Backend:
-    if choice == "auto" and platform.device == "cpu" and sink and call.dtype in HALF:
+def _choose(choice: str, call: AttentionShape, sink: bool, platform: Platform) -> Backend:
+    if choice == "auto" and platform.device == "cpu" and sink and call.dtype in HALF_DTYPES:
         return Backend((MATH,), reason="attention sinks in half precision on a CPU")
     no_flash = next(why_not_flash(call, platform), None)
     no_cudnn = next(why_not_cudnn(call, platform), None)
@@ -361,7 +363,7 @@ def _chosen(choice: str, call: AttentionShape, sink: bool, platform: Platform) -
     if no_cudnn is None and (choice == "cudnn" or (choice == "auto" and prefers_cudnn(platform))):
         left_over: Kernel = EFFICIENT if efficient else MATH
         if flash:
-            left_over = kernel if square else PADDED[kernel]
+            left_over = kernel if square else PADDED_KERNELS[kernel]
         return Backend(tuple(dict.fromkeys((CUDNN, left_over, MATH))))
     if no_flash is None and (choice == "flash" or (choice == "auto" and flash)):
         if square or (platform.device == "cpu" and call.size == call.value_size):
@@ -369,7 +371,7 @@ def _chosen(choice: str, call: AttentionShape, sink: bool, platform: Platform) -
         if call.value_size < call.size and (call.size == call.padded or platform.device == "cpu"):
             # V is padded in its buffer. [Note: padded values]
             return Backend((kernel, MATH), width=call.size)
-        return Backend((PADDED[kernel], MATH))
+        return Backend((PADDED_KERNELS[kernel], MATH))
     if choice == "auto":
         if efficient:
             return Backend((EFFICIENT, MATH))
@@ -387,7 +389,7 @@ def _chosen(choice: str, call: AttentionShape, sink: bool, platform: Platform) -
 
 
 @dataclasses.dataclass(frozen=True)
-class AsSdpa:
+class SdpaComparison:
     """Comparison of a layer's attention calls with transformers' "sdpa" implementation: whether
     sdpa computes the same numbers, and whether sdpa builds the scores in memory. Both decide if a
     micro-batch may run unpatched.
@@ -404,7 +406,7 @@ class AsSdpa:
 
     def with_call(
         self, q: Tensor, k: Tensor, v: Tensor, dropout: float, same_numbers: bool
-    ) -> AsSdpa:
+    ) -> SdpaComparison:
         """Return a copy that includes one more attention call, of q [B, H, C, D], k [B, H_kv, C, D]
         and v [B, H_kv, C, D_v].
 
@@ -415,6 +417,6 @@ class AsSdpa:
         fused = not has_data(q) or torch._fused_sdp_choice(
             q, k, v, None, dropout, True, enable_gqa=grouped
         )
-        return AsSdpa(
+        return SdpaComparison(
             self.same_numbers and same_numbers, self.heads if fused else max(self.heads, q.shape[1])
         )

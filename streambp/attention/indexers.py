@@ -3,10 +3,10 @@
 [Note: indexers] An indexer (DeepSeek V3.2, GLM 5) scores all keys up to a query in each of its
 heads, and picks the highest sums. An indexer has no gradient. Its forward is the model's own,
 called for a few queries at a time. So its scores [B, queries, heads, keys] in float32 take no more
-than `SCORES` bytes. Its keys [B, T, D] are collected over the chunks and dropped after the forward.
-The picks are saved for backward, whose recomputation does not score again. Rounding could make a
-second scoring choose another key than forward did, and the gradient would be another function's. A
-refill needs no picks.
+than `MAX_SCORE_BYTES` bytes. Its keys [B, T, D] are collected over the chunks and dropped after the
+forward. The picks are saved for backward, whose recomputation does not score again. Rounding could
+make a second scoring choose another key than forward did, and the gradient would be another
+function's. A refill needs no picks.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from streambp.attention.picked_keys import visible
+from streambp.attention.picked_keys import visible_keys
 from streambp.attention.prefix import ChunkAttention, PrefixChunkAttention, Stage
 from streambp.cache import ChunkCache
 from streambp.cache_arguments import cache_parameters
 from streambp.known_names import INDEX_HEADS, INDEXER
-from streambp.tensors import rebuilt
+from streambp.tensors import rebuild
 
-SCORES = 2**28  # bytes of an indexer's scores in all of its heads; its operators hold a few copies
+# bytes of an indexer's scores in all of its heads; its operators hold a few copies
+MAX_SCORE_BYTES = 2**28
 
 
 def indexers_of(module: nn.Module) -> list[nn.Module]:
@@ -36,7 +37,7 @@ def indexers_of(module: nn.Module) -> list[nn.Module]:
 
 
 @contextlib.contextmanager
-def picking(indexers: Sequence[nn.Module], chunk_attention: ChunkAttention) -> Iterator[None]:
+def pick_keys(indexers: Sequence[nn.Module], chunk_attention: ChunkAttention) -> Iterator[None]:
     """Context manager in which indexers (modules that pick the keys of each query) compute their
     picks for one chunk's queries. In backward the indexers return the picks saved in forward.
 
@@ -96,12 +97,12 @@ def _pick(
         picks = chunk_attention.picks[number]
     else:
         with torch.no_grad():
-            picks = _few_queries_at_a_time(indexer, forward, number, chunk_attention, arguments, x)
+            picks = _pick_in_parts(indexer, forward, number, chunk_attention, arguments, x)
     chunk_attention.chunk_picks.append(picks)
     return picks
 
 
-def _few_queries_at_a_time(
+def _pick_in_parts(
     indexer: nn.Module,
     forward: Callable[..., Tensor],
     number: int,
@@ -124,7 +125,7 @@ def _few_queries_at_a_time(
     rows = x.shape[0]
     heads: int = getattr(indexer, INDEX_HEADS)
     caches = cache_parameters(type(indexer).forward)
-    step = max(1, SCORES // (4 * heads * chunk.stop))
+    step = max(1, MAX_SCORE_BYTES // (4 * heads * chunk.stop))
     picks: list[Tensor] = []
     for row in range(rows):
         parts = []
@@ -193,10 +194,10 @@ def _part(
             part[name] = ChunkCache(start, read)
         elif value is chunk_attention:
             device = next(x for x in arguments.values() if isinstance(x, Tensor)).device
-            tile = visible(prefix.layout, start, stop, 0, stop, device)
+            tile = visible_keys(prefix.layout, start, stop, 0, stop, device)
             part[name] = _row(tile, row)[:, 0]  # [1, queries, stop]
         else:
-            part[name] = rebuilt(value, queries_of)
+            part[name] = rebuild(value, queries_of)
     return part
 
 

@@ -6,11 +6,12 @@ attention carrier (this module and `attention/kinds.py`), and a state carrier
 (`recurrent/carriers.py`). The step asks the two carriers for a chunk's arguments, and never which
 kind a layer is. An attention carrier replaces the layer's mask and cache:
 
-    `NoAttention`        the layer reads no keys                             nothing is replaced
-    `ThroughInterface`   it attends through transformers' attention          a `ChunkAttention` for its mask
-    `Bidirectional`      the same, and its mask may let queries read ahead   the same
-    `Picking`            the same, over keys that an indexer picks           the same, and the indexer's forward
-    `OverCache`          it attends by itself over what its cache returns    a `ChunkCache`, and its mask cut
+    `NoAttention`             the layer reads no keys                             nothing is
+    replaced `InterfaceAttention`      it attends through transformers' attention          a
+    `ChunkAttention` for its mask `BidirectionalAttention`  the same, and its mask may let queries
+    read ahead   the same `SparseAttention`         the same, over keys that an indexer picks
+    the same, and the indexer's forward `CacheAttention`          it attends by itself over what its
+    cache returns    a `ChunkCache`, and its mask cut
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface
 
 from streambp.attention.masks import (
-    VALUE_TYPES,
+    MASKLESS_TYPES,
     DenseMask,
     LazyMask,
     attention_mask_of,
-    masks_replaced,
+    replace_masks,
     resolve,
 )
-from streambp.attention.position_biases import by_distance, has_table, is_by_distance
+from streambp.attention.position_biases import distance_bias, has_table, is_distance_bias
 from streambp.attention.prefix import (
     AttentionCall,
     ChunkAttention,
@@ -58,16 +59,18 @@ from streambp.known_names import (
     EAGER_FORWARD,
     FOREIGN_ARGUMENTS,
     IMPLEMENTATION,
-    PICKS,
+    PICKS_ARGUMENT,
     POSITION_BIAS,
-    SINKS,
+    SINK_ARGUMENTS,
 )
 from streambp.source import written_forward
 
-NAME = "streambp"
-NOTHING_CAST = contextlib.nullcontext()
-OURS = (ChunkAttention, LazyMask)  # types of masks in streamed models
-UNUSUAL = frozenset({*FOREIGN_ARGUMENTS, *SINKS, PICKS, POSITION_BIAS})
+IMPLEMENTATION_NAME = "streambp"
+NULL_CONTEXT = contextlib.nullcontext()
+STREAMED_MASK_TYPES = (ChunkAttention, LazyMask)  # types of masks in streamed models
+UNSUPPORTED_ARGUMENTS = frozenset(
+    {*FOREIGN_ARGUMENTS, *SINK_ARGUMENTS, PICKS_ARGUMENT, POSITION_BIAS}
+)
 
 
 # Breaks the graph of compiled code around it, because each chunk has other blocks.
@@ -96,13 +99,13 @@ def stream_attention(
         UnsupportedModelError: the module attends in a way that streambp does not support, such as
             is_causal=False.
     """
-    is_streamed = isinstance(attention_mask, OURS)
+    is_streamed = isinstance(attention_mask, STREAMED_MASK_TYPES)
     if not is_streamed:
         function = _own_function(module)
         if function is not None:
             # the module expects us to mask the keys that were not picked
-            if kwargs.get(PICKS) is not None:
-                attention_mask = _only_picked(attention_mask, kwargs[PICKS], key.shape[2])
+            if kwargs.get(PICKS_ARGUMENT) is not None:
+                attention_mask = _keep_picks(attention_mask, kwargs[PICKS_ARGUMENT], key.shape[2])
             if softcap is not None:
                 kwargs["softcap"] = softcap
             kwargs.update(dropout=dropout, scaling=scaling)
@@ -113,8 +116,8 @@ def stream_attention(
     features = list[str]()
     sink = None
     picks = None
-    if not kwargs.keys().isdisjoint(UNUSUAL):
-        features, sink, picks = _unusual(attention_mask, kwargs)
+    if not kwargs.keys().isdisjoint(UNSUPPORTED_ARGUMENTS):
+        features, sink, picks = _unsupported_arguments(attention_mask, kwargs)
     is_causal = kwargs.get("is_causal", getattr(module, "is_causal", True)) is not False
     if not is_streamed and (
         not is_causal
@@ -137,7 +140,7 @@ def stream_attention(
         if bias is None:
             features.append(POSITION_BIAS)
     if features:
-        raise _unsupported(module, features)
+        raise _unsupported_error(module, features)
     if not isinstance(attention_mask, ChunkAttention):
         attention_mask = _whole_sequence(query, key, attention_mask, kwargs)
     dtype = autocast_dtype(query.device.type)
@@ -148,7 +151,7 @@ def stream_attention(
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     # Autocast would round the scores. See `attention/attend.py`.
-    with NOTHING_CAST if dtype is None else without_autocast(query.device.type):
+    with NULL_CONTEXT if dtype is None else without_autocast(query.device.type):
         return attention_mask.attend(
             AttentionCall(query, key, value, scale, dropout, softcap, sink, picks, bias)
         ), None
@@ -169,13 +172,13 @@ def _distance_bias(module: nn.Module, bias: Any, mask: Any) -> Tensor | None:
     """
     if not isinstance(mask, ChunkAttention) or not isinstance(bias, Tensor):
         return None
-    if is_by_distance(bias):
+    if is_distance_bias(bias):
         return bias
     if not has_table(module):
         return None
     if mask.bias_length is None:
         return bias
-    return by_distance(module, mask.bias_length, bias.device)
+    return distance_bias(module, mask.bias_length, bias.device)
 
 
 def _is_causal_without_a_mask(module: nn.Module) -> bool:
@@ -192,7 +195,7 @@ def _own_function(module: nn.Module) -> Any:
     """Return the attention function of the config's own implementation, "sdpa" for example. The
     function is needed if another thread has set the name of `stream_attention` in a shared config.
     None if the module must use `stream_attention` in the current thread."""
-    implementation = _met_by_chance(getattr(module, "config", None))
+    implementation = _thread_implementation(getattr(module, "config", None))
     if implementation is None:
         return None
     eager = getattr(sys.modules[type(module).__module__], EAGER_FORWARD, None)
@@ -226,7 +229,7 @@ def _attend_elsewhere(
     Raises:
         UnsupportedModelError: an argument is not supported, or a causal module has no mask.
     """
-    features += [name for name in SINKS if kwargs.get(name) is not None]
+    features += [name for name in SINK_ARGUMENTS if kwargs.get(name) is not None]
     # sdpa and eager attention differ in queries without any key
     eager = _eager_function(module)
     if softcap is not None:
@@ -237,7 +240,7 @@ def _attend_elsewhere(
     if mask is None and is_causal:
         features.append("no mask over keys from elsewhere")
     if features:
-        raise _unsupported(module, features)
+        raise _unsupported_error(module, features)
     if eager is not None:
         output: Tensor = eager(module, *tensors, mask, **kwargs)[0]
         return output, None
@@ -253,7 +256,7 @@ def _eager_function(module: nn.Module) -> Any:
     return getattr(sys.modules[type(module).__module__], EAGER_FORWARD, None)
 
 
-def _unsupported(module: nn.Module, features: list[str]) -> UnsupportedModelError:
+def _unsupported_error(module: nn.Module, features: list[str]) -> UnsupportedModelError:
     """Return the error for an attention module with arguments or properties that are not supported.
 
     Args:
@@ -267,7 +270,7 @@ def _unsupported(module: nn.Module, features: list[str]) -> UnsupportedModelErro
     )
 
 
-def _only_picked(mask: Any, picks: Tensor, length: int) -> Tensor:
+def _keep_picks(mask: Any, picks: Tensor, length: int) -> Tensor:
     """Return a 4-D attention mask [B, 1, S, T], bool or additive, in which each query reads only
     the keys that an indexer picked for it.
 
@@ -289,7 +292,7 @@ def _only_picked(mask: Any, picks: Tensor, length: int) -> Tensor:
     return mask.masked_fill(~is_picked, torch.finfo(mask.dtype).min)
 
 
-def _unusual(
+def _unsupported_arguments(
     mask: Any, kwargs: Mapping[str, Any]
 ) -> tuple[list[str], Tensor | None, Tensor | None]:
     """Return the names of an attention call's arguments that streambp does not support, the logits
@@ -297,17 +300,17 @@ def _unusual(
     if the call has none."""
     passed = {name for name, value in kwargs.items() if value is not None}
     features = [name for name in FOREIGN_ARGUMENTS if name in passed]
-    picks = kwargs.get(PICKS)
+    picks = kwargs.get(PICKS_ARGUMENT)
     if picks is not None and not (isinstance(mask, ChunkAttention) and mask.takes_picks):
-        features.append(PICKS)
-    return features, next((kwargs[name] for name in SINKS if name in passed), None), picks
+        features.append(PICKS_ARGUMENT)
+    return features, next((kwargs[name] for name in SINK_ARGUMENTS if name in passed), None), picks
 
 
 def stream_mask(config: PreTrainedConfig | None = None, **description: Any) -> Any:
     """Return a `LazyMask` with the arguments of transformers' mask functions, in place of a mask.
     If the config does not use `stream_attention` in the current thread, return the mask of its own
     attention implementation."""
-    implementation = _met_by_chance(config)
+    implementation = _thread_implementation(config)
     function = (
         LazyMask
         if implementation is None
@@ -336,7 +339,7 @@ def _whole_sequence(query: Tensor, key: Tensor, mask: Any, kwargs: Any) -> Prefi
     return PrefixChunkAttention(Prefix(layout, length, "auto"), Chunk(0, 0, length), stage)
 
 
-def over_encoders(arguments: Mapping[Any, Any], configs: list[PreTrainedConfig]) -> dict[Any, Any]:
+def encoder_masks(arguments: Mapping[Any, Any], configs: list[PreTrainedConfig]) -> dict[Any, Any]:
     """Return the masks of a decoder layer's cross-attention, by argument, as tensors [B, 1, 1, S].
     None stands for a mask by which all S positions of the encoder are read.
 
@@ -355,18 +358,19 @@ def over_encoders(arguments: Mapping[Any, Any], configs: list[PreTrainedConfig])
     masks_over_keys: dict[Any, Any] = {}
     for name, mask in masks.items():
         if mask.is_bidirectional:
-            masks_over_keys[name] = mask.over_keys(is_added)
+            masks_over_keys[name] = mask.to_key_mask(is_added)
     return {} if len(masks_over_keys) == len(masks) else masks_over_keys
 
 
-class Routed(str):
+class RoutedImplementation(str):
     """Value of a config's `_attn_implementation` while layers with this config are chunked: a
     string with the name of `stream_attention`.
 
     Attributes:
         original: the config's own implementation, which a copied or pickled config gets back.
         config: id() of the config.
-        holders: one object for each running `routed` context manager that has set this value.
+        holders: one object for each running `route_attention` context manager that has set this
+            value.
     """
 
     original: str | None
@@ -377,30 +381,30 @@ class Routed(str):
         return (type(self.original), () if self.original is None else (self.original,))
 
 
-LOCK = threading.RLock()  # held while a config's name changes
-# Names that `routed` holds in this thread, by id.
-HERE: contextvars.ContextVar[Mapping[int, Routed]] = contextvars.ContextVar(
-    "streambp_routed", default=MappingProxyType({})
+ROUTING_LOCK = threading.RLock()  # held while a config's name changes
+# Names that `route_attention` holds in this thread, by id.
+THREAD_ROUTED_NAMES: contextvars.ContextVar[Mapping[int, RoutedImplementation]] = (
+    contextvars.ContextVar("streambp_routed", default=MappingProxyType({}))
 )
-COMPARED: contextvars.ContextVar[Mapping[int, str]] = contextvars.ContextVar(
+THREAD_IMPLEMENTATIONS: contextvars.ContextVar[Mapping[int, str]] = contextvars.ContextVar(
     "streambp_unrouted", default=MappingProxyType({})
 )
 
 
 # faster than the config's own attribute access, and called in each layer of each pass
-_plain = object.__getattribute__
+_get_attribute = object.__getattribute__
 
 
 def own_implementation(config: PreTrainedConfig) -> str | None:
     """Return a config's own attention implementation, "sdpa" for example, also inside the context
-    manager `routed`, which replaces it by streambp's. The unpatched model would attend with this
-    implementation."""
-    name: str | None = _plain(config, "__dict__")[IMPLEMENTATION]
-    return name.original if isinstance(name, Routed) else name
+    manager `route_attention`, which replaces it by streambp's. The unpatched model would attend
+    with this implementation."""
+    name: str | None = _get_attribute(config, "__dict__")[IMPLEMENTATION]
+    return name.original if isinstance(name, RoutedImplementation) else name
 
 
 @contextlib.contextmanager
-def routed(configs: list[PreTrainedConfig]) -> Iterator[None]:
+def route_attention(configs: list[PreTrainedConfig]) -> Iterator[None]:
     """Context manager in which models with these configs use `stream_attention` and `LazyMask`.
     Sub-configs are unchanged.
 
@@ -408,83 +412,92 @@ def routed(configs: list[PreTrainedConfig]) -> Iterator[None]:
     because an unpickled model may run in a process that never called `patch`.
 
     Models share config objects, and threads run models. So a config has the name from the first
-    `routed` entered in any thread to the last one left, and then its own implementation again.
-    Another thread may find the name outside of any `routed` of its own. Calls of that thread use
-    the config's own implementation.
+    `route_attention` entered in any thread to the last one left, and then its own implementation
+    again. Another thread may find the name outside of any `route_attention` of its own. Calls of
+    that thread use the config's own implementation.
     """
-    routed_ids = HERE.get()
+    routed_ids = THREAD_ROUTED_NAMES.get()
     holder = object()
-    entered: list[tuple[PreTrainedConfig, Routed]] = []
+    entered: list[tuple[PreTrainedConfig, RoutedImplementation]] = []
     try:
         for config in configs:
-            name: str | None = _plain(config, "__dict__")[IMPLEMENTATION]
-            if id(name) in HERE.get():
+            name: str | None = _get_attribute(config, "__dict__")[IMPLEMENTATION]
+            if id(name) in THREAD_ROUTED_NAMES.get():
                 continue
-            AttentionInterface.register(NAME, stream_attention)
-            AttentionMaskInterface.register(NAME, stream_mask)
-            with LOCK:
-                name = _plain(config, "__dict__")[IMPLEMENTATION]
-                if not isinstance(name, Routed) or not name.holders or name.config != id(config):
+            AttentionInterface.register(IMPLEMENTATION_NAME, stream_attention)
+            AttentionMaskInterface.register(IMPLEMENTATION_NAME, stream_mask)
+            with ROUTING_LOCK:
+                name = _get_attribute(config, "__dict__")[IMPLEMENTATION]
+                if (
+                    not isinstance(name, RoutedImplementation)
+                    or not name.holders
+                    or name.config != id(config)
+                ):
                     original = own_implementation(config)
-                    name = Routed(NAME)
+                    name = RoutedImplementation(IMPLEMENTATION_NAME)
                     name.original = original
                     name.config = id(config)
                     name.holders = set()
                 entered.append((config, name))  # first: Ctrl-C may come between any two of these
                 name.holders.add(holder)
-                _plain(config, "__dict__")[IMPLEMENTATION] = name
-            HERE.set({**HERE.get(), id(name): name})
+                _get_attribute(config, "__dict__")[IMPLEMENTATION] = name
+            THREAD_ROUTED_NAMES.set({**THREAD_ROUTED_NAMES.get(), id(name): name})
         yield
     finally:
         if entered:
-            HERE.set(routed_ids)
+            THREAD_ROUTED_NAMES.set(routed_ids)
         for config, name in entered:
-            _leave(config, name, holder)
+            _end_routing(config, name, holder)
 
 
-def _leave(config: PreTrainedConfig, name: Routed, holder: object) -> None:
-    with LOCK:
+def _end_routing(config: PreTrainedConfig, name: RoutedImplementation, holder: object) -> None:
+    with ROUTING_LOCK:
         name.holders.discard(holder)
-        if not name.holders and _plain(config, "__dict__")[IMPLEMENTATION] is name:
-            _plain(config, "__dict__")[IMPLEMENTATION] = name.original
+        if not name.holders and _get_attribute(config, "__dict__")[IMPLEMENTATION] is name:
+            _get_attribute(config, "__dict__")[IMPLEMENTATION] = name.original
 
 
 @contextlib.contextmanager
-def unrouted(configs: list[PreTrainedConfig], implementations: list[str]) -> Iterator[None]:
-    """Context manager inside of `routed`: models with these configs use other attention
+def use_implementations(
+    configs: list[PreTrainedConfig], implementations: list[str]
+) -> Iterator[None]:
+    """Context manager inside of `route_attention`: models with these configs use other attention
     implementations in this thread.
 
     Args:
         configs: the configs.
         implementations: the implementation for each config, such as "sdpa".
     """
-    token = COMPARED.set(
+    token = THREAD_IMPLEMENTATIONS.set(
         {id(config): name for config, name in zip(configs, implementations, strict=True)}
     )
     try:
         yield
     finally:
-        COMPARED.reset(token)
+        THREAD_IMPLEMENTATIONS.reset(token)
 
 
-def _met_by_chance(config: object) -> str | None:
+def _thread_implementation(config: object) -> str | None:
     """Return the attention implementation that the current thread must use for a config, "sdpa" for
     example. None if this is `stream_attention`, and for an object that is no transformers config.
 
-    Inside of `unrouted` this is the implementation passed to `unrouted`. A thread that has not
-    entered `routed` must use the config's own implementation, even while another thread is inside
-    of `routed`.
+    Inside of `use_implementations` this is the implementation passed to `use_implementations`. A
+    thread that has not entered `route_attention` must use the config's own implementation, even
+    while another thread is inside of `route_attention`.
     """
     if not isinstance(config, PreTrainedConfig):
         return None
-    compared = COMPARED.get().get(id(config))
-    if compared is not None or id(_plain(config, "__dict__")[IMPLEMENTATION]) in HERE.get():
+    compared = THREAD_IMPLEMENTATIONS.get().get(id(config))
+    if (
+        compared is not None
+        or id(_get_attribute(config, "__dict__")[IMPLEMENTATION]) in THREAD_ROUTED_NAMES.get()
+    ):
         return compared
     implementation = own_implementation(config)
-    return None if implementation == NAME else implementation
+    return None if implementation == IMPLEMENTATION_NAME else implementation
 
 
-Read = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+ReadKeys = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class Layout(NamedTuple):
@@ -584,7 +597,7 @@ class NoAttention:
 
     def chunk_arguments(
         self, arguments: dict[str, Any], chunk_attention: ChunkAttention
-    ) -> tuple[dict[str, Any], Read | None]:
+    ) -> tuple[dict[str, Any], ReadKeys | None]:
         """Return the layer's arguments for one chunk, with mask and cache replaced.
 
         The second result is a function (k, v) -> (K, V) for the layer's cache. The function stores
@@ -608,9 +621,9 @@ class NoAttention:
             args: the layer's positional arguments.
             kwargs: the layer's keyword arguments.
         """
-        return routed(configs), args, kwargs
+        return route_attention(configs), args, kwargs
 
-    def unpatched(
+    def unpatched_arguments(
         self, arguments: dict[str, Any], length: int, mask: Callable[[LazyMask], Any]
     ) -> dict[str, Any]:
         """Return the layer's arguments for the first `length` tokens, with the masks that the
@@ -624,7 +637,7 @@ class NoAttention:
         return arguments
 
 
-class ThroughInterface(NoAttention):
+class InterfaceAttention(NoAttention):
     """Adapter for a decoder layer that calls transformers' attention interface. The layer gets a
     `ChunkAttention` as its attention_mask, and passes it to the attention function."""
 
@@ -648,7 +661,7 @@ class ThroughInterface(NoAttention):
                 add the values of the mask to the scores.
         """
         if list(map(type, arguments.values())).count(LazyMask) > 1:  # the layer has cross-attention
-            arguments.update(over_encoders(arguments, self.configs(layer)))
+            arguments.update(encoder_masks(arguments, self.configs(layer)))
         mask = attention_mask_of(arguments)
         if mask is None or isinstance(mask, LazyMask):
             return None
@@ -660,7 +673,7 @@ class ThroughInterface(NoAttention):
 
     def chunk_arguments(
         self, arguments: dict[str, Any], chunk_attention: ChunkAttention
-    ) -> tuple[dict[str, Any], Read | None]:
+    ) -> tuple[dict[str, Any], ReadKeys | None]:
         """Return the layer's arguments for one chunk, in which `chunk_attention` replaces the
         attention mask, and None (no cache).
 
@@ -672,7 +685,7 @@ class ThroughInterface(NoAttention):
         chunk_attention.bidirectional = self.reads_ahead
         replacements: dict[str, Any] = {}
         for name, value in arguments.items():
-            if type(value) in VALUE_TYPES:
+            if type(value) in MASKLESS_TYPES:
                 continue
             if isinstance(value, LazyMask):
                 replacements[name] = chunk_attention
@@ -699,11 +712,11 @@ class ThroughInterface(NoAttention):
             args: the layer's positional arguments.
             kwargs: the layer's keyword arguments.
         """
-        masks = over_encoders({**dict(enumerate(args)), **kwargs}, configs)
+        masks = encoder_masks({**dict(enumerate(args)), **kwargs}, configs)
         kwargs = {**kwargs, **{name: masks[name] for name in kwargs.keys() & masks.keys()}}
-        return routed(configs), tuple(map(masks.get, range(len(args)), args)), kwargs
+        return route_attention(configs), tuple(map(masks.get, range(len(args)), args)), kwargs
 
-    def unpatched(
+    def unpatched_arguments(
         self, arguments: dict[str, Any], length: int, mask: Callable[[LazyMask], Any]
     ) -> dict[str, Any]:
         """Return the layer's arguments with the model's own mask in place of each `LazyMask`.
@@ -714,7 +727,7 @@ class ThroughInterface(NoAttention):
             length: number of tokens.
             mask: function from a `LazyMask` to the mask that transformers' own mask function makes.
         """
-        replacements = {name: masks_replaced(value, mask) for name, value in arguments.items()}
+        replacements = {name: replace_masks(value, mask) for name, value in arguments.items()}
         if not isinstance(attention_mask_of(arguments), LazyMask):
             replacements["attention_mask"] = mask(LazyMask())
         return replacements
@@ -722,7 +735,7 @@ class ThroughInterface(NoAttention):
 
 def attention_configs(layer: nn.Module) -> list[PreTrainedConfig]:
     """Return every distinct config from which the layer's modules read their attention
-    implementation. `routed` replaces the implementation in these configs."""
+    implementation. `route_attention` replaces the implementation in these configs."""
     by_id: dict[int, PreTrainedConfig] = {}
     for module in layer.modules():
         config = getattr(module, "config", None)

@@ -32,14 +32,14 @@ import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor
 
 from streambp.attention.mask_scan import reads
-from streambp.attention.position_biases import add_of_block, of_pairs
-from streambp.attention.spans import Block, Kind, Tiling
+from streambp.attention.position_biases import add_block_gradient, pair_bias
+from streambp.attention.spans import Block, BlockKind, Tiling
 from streambp.device import has_data
 
 aten = torch.ops.aten
 K_BLOCK = 16384
 # Shorter blocks do not fill a device; below 64 cuDNN refuses blocks or computes wrong numbers.
-CUDNN_FEW = 256
+CUDNN_MIN_TOKENS = 256
 
 
 class Task(NamedTuple):
@@ -48,8 +48,10 @@ class Task(NamedTuple):
 
     block: Block
     scale: float
-    tile: Tensor | None = None  # [B or 1, H or 1, Tq, Tk] for Kind.MASK
-    ends: tuple[Tensor, Tensor] | None = None  # the block's cu_q and cu_k in int32, for Kind.VARLEN
+    tile: Tensor | None = None  # [B or 1, H or 1, Tq, Tk] for BlockKind.MASK
+    ends: tuple[Tensor, Tensor] | None = (
+        None  # the block's cu_q and cu_k in int32, for BlockKind.VARLEN
+    )
     dropout: float = 0.0
     seed: int = 0
     softcap: float | None = None
@@ -69,7 +71,7 @@ class Kernel(Protocol):
     """
 
     name: str
-    kinds: frozenset[Kind]
+    kinds: frozenset[BlockKind]
     tiling: Tiling
 
     def takes(self, block: Block) -> bool:
@@ -81,7 +83,7 @@ class Kernel(Protocol):
         if kind not in self.kinds:
             return False
         is_square = (block.q0, block.q1) == (block.k0, block.k1)
-        if kind is Kind.CAUSAL and not tiling.bottom_right and not is_square:
+        if kind is BlockKind.CAUSAL and not tiling.bottom_right and not is_square:
             return False
         if tiling.min_tokens is None:
             return True
@@ -137,14 +139,14 @@ def block_views(bounds: tuple[int, int, int, int], *tensors: Tensor) -> list[Ten
     return parts
 
 
-def widened(x: Tensor, width: int) -> Tensor:
+def pad_columns(x: Tensor, width: int) -> Tensor:
     """Pad x [..., D] with zeros to [..., width], for a kernel with one head size; return x itself
     if D is `width`. [Note: padded values]"""
     return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
 
 
-def narrowed(x: Tensor, size: int) -> Tensor:
-    """Return the first `size` columns of x [..., width], as a view: the reverse of `widened`.
+def cut_columns(x: Tensor, size: int) -> Tensor:
+    """Return the first `size` columns of x [..., width], as a view: the reverse of `pad_columns`.
     [Note: padded values]"""
     return x if x.shape[-1] == size else x[..., :size]
 
@@ -155,7 +157,7 @@ class MathKernel(Kernel):
     (packed documents)."""
 
     name = "math"
-    kinds = frozenset(Kind) - {Kind.VARLEN, Kind.WINDOW}
+    kinds = frozenset(BlockKind) - {BlockKind.VARLEN, BlockKind.WINDOW}
     tiling = Tiling(q_block=512, k_block=2048, k_forward=2048)
 
     def takes(self, block: Block) -> bool:
@@ -168,7 +170,7 @@ class MathKernel(Kernel):
         promote_types(dtype, float32). Arguments as in `Kernel.forward`."""
         # [B, H_kv, G, Tq, Tk]
         scores = self._masked(self._scores(q, k, task), q, k, task)
-        v = _wide(v)
+        v = _widen(v)
         lse = scores.logsumexp(-1)  # [B, H_kv, G, Tq]
         weights = _weights(scores, lse)  # [B, H_kv, G, Tq, Tk]
         keep = _dropout_mask(weights, task)
@@ -190,7 +192,7 @@ class MathKernel(Kernel):
         # The derivative of softcap * tanh(x / softcap), from its value.
         slope = 1.0 if task.softcap is None else 1.0 - (scores / task.softcap) ** 2
         weights = _weights(self._masked(scores, q, k, task), lse.unflatten(1, groups))
-        do, o, q, k, v = (_wide(t) for t in (do, o, q, k, v))
+        do, o, q, k, v = (_widen(t) for t in (do, o, q, k, v))
         delta = (do * o).sum(-1).unflatten(1, groups)  # [B, H_kv, G, Tq]
         do = do.unflatten(1, groups).flatten(2, 3)  # [B, H_kv, G * Tq, D_v]
         dweights = (do @ v.mT).view_as(weights)  # [B, H_kv, G, Tq, Tk]
@@ -202,7 +204,7 @@ class MathKernel(Kernel):
         dv = dropped.flatten(2, 3).mT @ do  # [B, H_kv, Tk, D_v]
         dscores = weights * (dweights - delta[..., None])  # [B, H_kv, G, Tq, Tk]
         if task.bias_gradient is not None:
-            add_of_block(task.bias_gradient, dscores.flatten(1, 2).sum(0), task.block)
+            add_block_gradient(task.bias_gradient, dscores.flatten(1, 2).sum(0), task.block)
         dscores = (dscores * (slope * task.scale)).flatten(2, 3)
         dq = (dscores @ k).unflatten(2, weights.shape[2:4]).flatten(1, 2)  # [B, H, Tq, D]
         dk = dscores.mT @ q.unflatten(1, groups).flatten(2, 3)  # [B, H_kv, Tk, D]
@@ -210,7 +212,7 @@ class MathKernel(Kernel):
 
     def _scores(self, q: Tensor, k: Tensor, task: Task) -> Tensor:
         groups = (k.shape[1], q.shape[1] // k.shape[1])
-        scores = _wide(q).unflatten(1, groups).flatten(2, 3) @ _wide(k).mT
+        scores = _widen(q).unflatten(1, groups).flatten(2, 3) @ _widen(k).mT
         scores = (scores * task.scale).unflatten(2, (groups[1], q.shape[2]))  # [B, H_kv, G, Tq, Tk]
         if task.softcap is None:
             return scores
@@ -220,7 +222,7 @@ class MathKernel(Kernel):
         groups = (k.shape[1], q.shape[1] // k.shape[1])
         if task.bias is not None:
             block = task.block
-            bias = of_pairs(task.bias, block.q0, block.q1, block.k0, block.k1)  # [H, Tq, Tk]
+            bias = pair_bias(task.bias, block.q0, block.q1, block.k0, block.k1)  # [H, Tq, Tk]
             scores = scores + bias.unflatten(0, groups).to(scores.dtype)
         tile = _tile(task, q.device)
         if tile is None:
@@ -237,13 +239,13 @@ class CpuFlashKernel(Kernel):
     D_v must equal D."""
 
     name = "cpu flash"
-    kinds = frozenset({Kind.FULL, Kind.CAUSAL})
+    kinds = frozenset({BlockKind.FULL, BlockKind.CAUSAL})
     tiling = Tiling(k_block=K_BLOCK)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, task: Task) -> tuple[Tensor, Tensor]:
         """Return the attention output o [B, H, Tq, D] in q's dtype, and its logsumexp lse [B, H,
         Tq]. Arguments as in `Kernel.forward`."""
-        causal = task.block.kind is Kind.CAUSAL
+        causal = task.block.kind is BlockKind.CAUSAL
         o, lse = aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, causal, scale=task.scale
         )
@@ -254,7 +256,7 @@ class CpuFlashKernel(Kernel):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return dq [B, H, Tq, D], dk and dv [B, H_kv, Tk, D] in q's dtype. Arguments as in
         `Kernel.backward`."""
-        causal = task.block.kind is Kind.CAUSAL
+        causal = task.block.kind is BlockKind.CAUSAL
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
             do, q, k, v, o, lse, 0.0, causal, scale=task.scale
         )
@@ -272,9 +274,9 @@ class FlashKernel(Kernel):
     name = "flash"
 
     def __init__(self, bottom_right: bool = True, packs: bool = True) -> None:
-        kinds = {Kind.FULL, Kind.CAUSAL}
+        kinds = {BlockKind.FULL, BlockKind.CAUSAL}
         if packs:
-            kinds |= {Kind.WINDOW, Kind.VARLEN}
+            kinds |= {BlockKind.WINDOW, BlockKind.VARLEN}
         self.kinds = frozenset(kinds)
         self.tiling = Tiling(
             k_block=K_BLOCK, bottom_right=bottom_right, native_window=packs, native_varlen=packs
@@ -291,8 +293,8 @@ class FlashKernel(Kernel):
             "the operators need one head size; without data they do not notice"
         )
         kind = task.block.kind
-        if kind in (Kind.FULL, Kind.CAUSAL):
-            causal = kind is Kind.CAUSAL
+        if kind in (BlockKind.FULL, BlockKind.CAUSAL):
+            causal = kind is BlockKind.CAUSAL
             o, lse, *_ = aten._scaled_dot_product_flash_attention(
                 q, k, v, 0.0, causal, False, scale=task.scale
             )
@@ -303,7 +305,7 @@ class FlashKernel(Kernel):
             q, k, v, *lengths, 0.0, True, False, scale=task.scale, **window
         )
         # a VARLEN block's lse is [H, T]
-        return _head_major(o, kind), lse if kind is Kind.WINDOW else lse[None]
+        return _head_major(o, kind), lse if kind is BlockKind.WINDOW else lse[None]
 
     def backward(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, task: Task
@@ -316,14 +318,15 @@ class FlashKernel(Kernel):
             torch.empty(0, device=q.device),
         )
         lse = lse.contiguous()
-        if kind in (Kind.FULL, Kind.CAUSAL):
+        if kind in (BlockKind.FULL, BlockKind.CAUSAL):
             return aten._scaled_dot_product_flash_attention_backward(
-                do, q, k, v, o, lse, None, None, q.shape[2], k.shape[2], 0.0, kind is Kind.CAUSAL, *no_dropout,
+                do, q, k, v, o, lse, None, None, q.shape[2], k.shape[2], 0.0,
+                kind is BlockKind.CAUSAL, *no_dropout,
                 scale=task.scale,
             )  # fmt: skip
         do, q, k, v, o = (_token_major(t, kind) for t in (do, q, k, v, o))
         lengths, window = _lengths_and_window(task, q.device)
-        lse = lse if kind is Kind.WINDOW else lse[0]
+        lse = lse if kind is BlockKind.WINDOW else lse[0]
         dq, dk, dv = aten._flash_attention_backward(
             do, q, k, v, o, lse, *lengths, 0.0, True, *no_dropout, scale=task.scale, **window
         )
@@ -335,13 +338,13 @@ class CudnnKernel(Kernel):
     speed. Causal blocks must be squares."""
 
     name = "cudnn"
-    kinds = frozenset({Kind.FULL, Kind.CAUSAL})
-    tiling = Tiling(k_block=2 * K_BLOCK, k_forward=4 * K_BLOCK, min_tokens=CUDNN_FEW)
+    kinds = frozenset({BlockKind.FULL, BlockKind.CAUSAL})
+    tiling = Tiling(k_block=2 * K_BLOCK, k_forward=4 * K_BLOCK, min_tokens=CUDNN_MIN_TOKENS)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, task: Task) -> tuple[Tensor, Tensor]:
         """Return the attention output o [B, H, Tq, D_v] in q's dtype, and its logsumexp lse [B, H,
         Tq]. Arguments as in `Kernel.forward`."""
-        causal = task.block.kind is Kind.CAUSAL
+        causal = task.block.kind is BlockKind.CAUSAL
         o, lse, *_ = aten._scaled_dot_product_cudnn_attention(
             q, k, v, None, True, 0.0, causal, False, scale=task.scale
         )
@@ -352,7 +355,7 @@ class CudnnKernel(Kernel):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return dq [B, H, Tq, D], dk [B, H_kv, Tk, D] and dv [B, H_kv, Tk, D_v] in q's dtype.
         Arguments as in `Kernel.backward`. [Note: one layout]"""
-        causal = task.block.kind is Kind.CAUSAL
+        causal = task.block.kind is BlockKind.CAUSAL
         philox = torch.empty(0, dtype=torch.uint64, device=q.device)
         return aten._scaled_dot_product_cudnn_attention_backward(
             do, q, k, v, o, lse[..., None].contiguous(), philox, philox, None, None, None, q.shape[2], k.shape[2],
@@ -382,7 +385,7 @@ def upload(block: Block, device: torch.device) -> tuple[Tensor, Tensor]:
     return cu_q, torch.tensor(block.cu_k, dtype=torch.int32, device=device)
 
 
-def _wide(x: Tensor) -> Tensor:
+def _widen(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -414,29 +417,29 @@ def _dropout_mask(weights: Tensor, task: Task) -> Tensor | None:
 
 def _tile(task: Task, device: torch.device) -> Tensor | None:
     block = task.block
-    if block.kind is Kind.MASK:
+    if block.kind is BlockKind.MASK:
         return task.tile
-    if block.kind is Kind.FULL:
+    if block.kind is BlockKind.FULL:
         return None
     query = torch.arange(block.q0, block.q1, device=device)[:, None]
     key = torch.arange(block.k0, block.k1, device=device)
-    if block.kind is Kind.CAUSAL:
+    if block.kind is BlockKind.CAUSAL:
         return key <= query
-    assert block.kind is Kind.BAND
+    assert block.kind is BlockKind.BAND
     assert block.window is not None
     return key > query - block.window
 
 
-def _token_major(x: Tensor, kind: Kind) -> Tensor:
+def _token_major(x: Tensor, kind: BlockKind) -> Tensor:
     """Rearrange x [B, H, T, D] to [B, T, H, D], or to [T, H, D] for a packed row (kind VARLEN), as
     FlashAttention's operators take it."""
-    return x[0].transpose(0, 1) if kind is Kind.VARLEN else x.transpose(1, 2)
+    return x[0].transpose(0, 1) if kind is BlockKind.VARLEN else x.transpose(1, 2)
 
 
-def _head_major(x: Tensor, kind: Kind) -> Tensor:
+def _head_major(x: Tensor, kind: BlockKind) -> Tensor:
     """Rearrange x [B, T, H, D], or [T, H, D] of a packed row, to [B, H, T, D], as `Kernel` returns
     tensors."""
-    return x.transpose(0, 1)[None] if kind is Kind.VARLEN else x.transpose(1, 2)
+    return x.transpose(0, 1)[None] if kind is BlockKind.VARLEN else x.transpose(1, 2)
 
 
 def _lengths_and_window(task: Task, device: torch.device) -> tuple[list[Any], dict[str, int]]:
@@ -452,7 +455,7 @@ def _lengths_and_window(task: Task, device: torch.device) -> tuple[list[Any], di
     window: dict[str, int] = {}
     if block.window is not None:
         window = {"window_size_left": block.window - 1, "window_size_right": 0}
-    if block.kind is not Kind.VARLEN:
+    if block.kind is not BlockKind.VARLEN:
         return [None, None, block.q1 - block.q0, block.k1 - block.k0], window
     ends = task.ends or upload(block, device)
     longest_q = max(b - a for a, b in itertools.pairwise(block.cu_q))

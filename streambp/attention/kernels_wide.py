@@ -17,10 +17,10 @@ from streambp.attention.kernels import (
     WINDOWLESS_FLASH,
     Kernel,
     Task,
-    narrowed,
-    widened,
+    cut_columns,
+    pad_columns,
 )
-from streambp.attention.spans import Kind, Tiling
+from streambp.attention.spans import BlockKind, Tiling
 
 LSE_ALIGNMENT = 32  # the memory-efficient kernels' logsumexp has a multiple of this many queries
 
@@ -46,20 +46,20 @@ class PaddedKernel(Kernel):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, task: Task) -> tuple[Tensor, Tensor]:
         """Return o [B, H, Tq, D_v], a view of the padded output, and lse [B, H, Tq]. Arguments as
         in `Kernel.forward`."""
-        width = _common(q, v)
-        o, lse = self.inner.forward(_padded(q, width), _padded(k, width), _padded(v, width), task)
-        return narrowed(o, v.shape[-1]), lse
+        width = _padded_size(q, v)
+        o, lse = self.inner.forward(_pad(q, width), _pad(k, width), _pad(v, width), task)
+        return cut_columns(o, v.shape[-1]), lse
 
     def backward(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, task: Task
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return dq [B, H, Tq, D], dk [B, H_kv, Tk, D] and dv [B, H_kv, Tk, D_v], as views of
         padded tensors. Arguments as in `Kernel.backward`."""
-        width = _common(q, v)
+        width = _padded_size(q, v)
         size = q.shape[-1]
-        do, q, k, wide_v, o = (_padded(x, width) for x in (do, q, k, v, o))
+        do, q, k, wide_v, o = (_pad(x, width) for x in (do, q, k, v, o))
         dq, dk, dv = self.inner.backward(do, q, k, wide_v, o, lse, task)
-        return narrowed(dq, size), narrowed(dk, size), narrowed(dv, v.shape[-1])
+        return cut_columns(dq, size), cut_columns(dk, size), cut_columns(dv, v.shape[-1])
 
 
 class EfficientKernel(Kernel):
@@ -72,17 +72,24 @@ class EfficientKernel(Kernel):
     """
 
     name = "efficient"
-    kinds = frozenset({Kind.FULL, Kind.CAUSAL})
+    kinds = frozenset({BlockKind.FULL, BlockKind.CAUSAL})
     # keys and values are repeated for the heads of a group
     tiling = Tiling(k_block=K_BLOCK // 2, k_forward=K_BLOCK // 2)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, task: Task) -> tuple[Tensor, Tensor]:
         """Return o [B, H, Tq, D_v] in q's dtype, and lse [B, H, Tq], a slice of the operator's
         logsumexp, which has more rows for alignment. Arguments as in `Kernel.forward`."""
-        causal = task.block.kind is Kind.CAUSAL
+        causal = task.block.kind is BlockKind.CAUSAL
         groups = q.shape[1] // k.shape[1]
         o, lse, *_ = kernels.aten._scaled_dot_product_efficient_attention(
-            q, _repeated(k, groups), _repeated(v, groups), None, True, 0.0, causal, scale=task.scale
+            q,
+            _repeat_heads(k, groups),
+            _repeat_heads(v, groups),
+            None,
+            True,
+            0.0,
+            causal,
+            scale=task.scale,
         )
         return o, lse[..., : q.shape[2]]
 
@@ -91,7 +98,7 @@ class EfficientKernel(Kernel):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return dq [B, H, Tq, D] in q's dtype, dk [B, H_kv, Tk, D] and dv [B, H_kv, Tk, D_v] in
         q's dtype or wider. Arguments as in `Kernel.backward`."""
-        causal = task.block.kind is Kind.CAUSAL
+        causal = task.block.kind is BlockKind.CAUSAL
         groups = q.shape[1] // k.shape[1]
         padding = -lse.shape[2] % LSE_ALIGNMENT
         if padding:
@@ -100,41 +107,42 @@ class EfficientKernel(Kernel):
             lse = lse.contiguous()
         no_dropout = torch.empty((), dtype=torch.int64, device=q.device)
         dq, dk, dv, _ = kernels.aten._scaled_dot_product_efficient_attention_backward(
-            do, q, _repeated(k, groups), _repeated(v, groups), None, o, lse, no_dropout, no_dropout, 0.0,
+            do, q, _repeat_heads(k, groups), _repeat_heads(v, groups), None, o, lse, no_dropout,
+            no_dropout, 0.0,
             [True, True, True, False], causal, scale=task.scale,
         )  # fmt: skip
-        return dq, _summed(dk, groups), _summed(dv, groups)
+        return dq, _sum_heads(dk, groups), _sum_heads(dv, groups)
 
 
 EFFICIENT = EfficientKernel()
-PADDED = MappingProxyType(
+PADDED_KERNELS = MappingProxyType(
     {kernel: PaddedKernel(kernel) for kernel in (FLASH, SQUARE_FLASH, WINDOWLESS_FLASH, CPU_FLASH)}
 )
 
 
-def _common(q: Tensor, v: Tensor) -> int:
+def _padded_size(q: Tensor, v: Tensor) -> int:
     """Return the head size to which q, k and v are padded: max(D, D_v), rounded up to a multiple of
     8."""
     return -(-max(q.shape[-1], v.shape[-1]) // 8) * 8
 
 
-def _padded(x: Tensor, width: int) -> Tensor:
+def _pad(x: Tensor, width: int) -> Tensor:
     """Pad x [B, H, T, D] with zeros to [B, H, T, width], contiguous as [B, T, H, width]. [Note: one
     layout]"""
     if x.shape[-1] == width:
         return x
-    return widened(x.transpose(1, 2).contiguous(), width).transpose(1, 2)
+    return pad_columns(x.transpose(1, 2).contiguous(), width).transpose(1, 2)
 
 
-def _repeated(x: Tensor, groups: int) -> Tensor:
+def _repeat_heads(x: Tensor, groups: int) -> Tensor:
     """Repeat each key head for its query heads, for a kernel without grouped queries: [B, H_kv, T,
     D] -> [B, H, T, D]."""
     return x if groups == 1 else x.repeat_interleave(groups, 1)
 
 
-def _summed(x: Tensor, groups: int) -> Tensor:
+def _sum_heads(x: Tensor, groups: int) -> Tensor:
     """Sum a gradient over the query heads of each key head: [B, H, T, D] -> [B, H_kv, T, D], in
-    float32 or wider. The inverse of `_repeated` in backward."""
+    float32 or wider. The inverse of `_repeat_heads` in backward."""
     if groups == 1:
         return x
     wide = torch.promote_types(x.dtype, torch.float32)

@@ -16,17 +16,17 @@ from transformers import PreTrainedConfig
 from transformers.masking_utils import AttentionMaskInterface
 
 from streambp.attention.interface import (
+    InterfaceAttention,
     NoAttention,
-    Read,
-    ThroughInterface,
+    ReadKeys,
     attention_configs,
     own_implementation,
-    unrouted,
+    use_implementations,
 )
 from streambp.attention.mask_scan import find_empty, reads
-from streambp.attention.masks import LazyMask, attention_mask_of, masks_replaced
-from streambp.attention.position_biases import is_by_distance, of_pairs
-from streambp.attention.prefix import ChunkAttention, KeysOfAll, PrefixChunkAttention
+from streambp.attention.masks import LazyMask, attention_mask_of, replace_masks
+from streambp.attention.position_biases import is_distance_bias, pair_bias
+from streambp.attention.prefix import ChunkAttention, FullSequenceKeys, PrefixChunkAttention
 from streambp.attention.self_attending import (
     OwnMask,
     biases_positions,
@@ -37,7 +37,7 @@ from streambp.cache import ChunkCache
 from streambp.chunks import Barrier, Chunk
 from streambp.device import has_data
 from streambp.errors import UnsupportedModelError
-from streambp.known_names import CROSS_BIAS, EAGER, PER_KEY, POSITION_BIAS
+from streambp.known_names import CROSS_BIAS, EAGER, KEY_ARGUMENTS, POSITION_BIAS
 
 
 def _with_own_masks(
@@ -58,10 +58,10 @@ def _with_own_masks(
 
     arguments: dict[str, Any] = {}
     for name, value in kwargs.items():
-        arguments[name] = masks_replaced(value, mask)
+        arguments[name] = replace_masks(value, mask)
     return (
-        unrouted(configs, implementations),
-        [masks_replaced(value, mask) for value in args],
+        use_implementations(configs, implementations),
+        [replace_masks(value, mask) for value in args],
         arguments,
     )
 
@@ -81,7 +81,7 @@ def _why_empty_queries(mask: Tensor) -> str | None:
     return "a query reads no key, for which an added mask gives the mean over all keys"
 
 
-class Bidirectional(ThroughInterface):
+class BidirectionalAttention(InterfaceAttention):
     """Adapter for a layer with bidirectional attention modules (is_causal=False): an encoder's
     layer, or a decoder's whose mask lets a prefix read ahead."""
 
@@ -176,13 +176,13 @@ def _with_bias_of_pairs(arguments: dict[str, Any], length: int) -> dict[str, Any
         length: T.
     """
     bias = arguments.get(POSITION_BIAS)
-    if not is_by_distance(bias):
+    if not is_distance_bias(bias):
         return arguments
-    return {**arguments, POSITION_BIAS: of_pairs(bias, 0, length, 0, length)}
+    return {**arguments, POSITION_BIAS: pair_bias(bias, 0, length, 0, length)}
 
 
 @dataclasses.dataclass(frozen=True)
-class Biased(ThroughInterface):
+class BiasedAttention(InterfaceAttention):
     """Adapter for a decoder layer whose attention adds T5's bias by the distance of key and query.
     See `attention/position_biases.py`.
 
@@ -225,22 +225,22 @@ class Biased(ThroughInterface):
         kwargs = _with_bias_of_pairs(kwargs, args[0].shape[-2])
         return _with_own_masks(configs, args, kwargs)
 
-    def unpatched(
+    def unpatched_arguments(
         self, arguments: dict[str, Any], length: int, mask: Callable[[LazyMask], Any]
     ) -> dict[str, Any]:
         """Return the layer's arguments for the first `length` tokens, with the model's own masks
         and the bias of all pairs."""
-        return _with_bias_of_pairs(super().unpatched(arguments, length, mask), length)
+        return _with_bias_of_pairs(super().unpatched_arguments(arguments, length, mask), length)
 
 
 @dataclasses.dataclass(frozen=True)
-class BidirectionalBiased(Biased, Bidirectional):
+class BidirectionalBiasedAttention(BiasedAttention, BidirectionalAttention):
     """Adapter for a layer with bidirectional attention modules that add T5's bias: a layer of T5's
     encoder."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Picking(ThroughInterface):
+class SparseAttention(InterfaceAttention):
     """Adapter for a decoder layer with sparse attention: an indexer module picks the keys that each
     query reads. [Note: indexers]
 
@@ -274,7 +274,7 @@ class Picking(ThroughInterface):
 
 
 @dataclasses.dataclass(frozen=True)
-class OverCache(NoAttention):
+class CacheAttention(NoAttention):
     """Adapter for a decoder layer that computes its own attention, without transformers' interface,
     over keys and values that its KV cache returns. See `attention/self_attending.py`.
 
@@ -342,7 +342,7 @@ class OverCache(NoAttention):
 
     def chunk_arguments(
         self, arguments: dict[str, Any], chunk_attention: ChunkAttention
-    ) -> tuple[dict[str, Any], Read | None]:
+    ) -> tuple[dict[str, Any], ReadKeys | None]:
         """Return the layer's arguments for one chunk, and the function that the replaced cache
         calls on new keys and values. That function returns all keys and values up to the chunk's
         end. The mask is cut to the chunk.
@@ -364,26 +364,26 @@ class OverCache(NoAttention):
             self.argument: ChunkCache(chunk.start, read),
             "attention_mask": mask.chunk_mask(chunk),
         }
-        for name in PER_KEY:
+        for name in KEY_ARGUMENTS:
             if isinstance(arguments.get(name), Tensor):
                 replacements[name] = arguments[name][..., : chunk.stop]
         return {**arguments, **replacements}, read
 
-    def unpatched(
+    def unpatched_arguments(
         self, arguments: dict[str, Any], length: int, mask: Callable[[LazyMask], Any]
     ) -> dict[str, Any]:
         """Return the layer's arguments for the first `length` tokens, with the model's own mask."""
         replacements = {
             "attention_mask": arguments["attention_mask"].chunk_mask(Chunk(0, 0, length))
         }
-        for name in PER_KEY:
+        for name in KEY_ARGUMENTS:
             if isinstance(arguments.get(name), Tensor):
                 replacements[name] = arguments[name][..., :length]
         return {**arguments, **replacements}
 
 
 @dataclasses.dataclass(frozen=True)
-class BidirectionalOverCache(OverCache):
+class BidirectionalCacheAttention(CacheAttention):
     """Adapter for a bidirectional layer that computes attention itself (an encoder of BERT's kind).
     The layer gets a cache, whose `update` returns keys and values of all tokens."""
 
@@ -427,7 +427,7 @@ class BidirectionalOverCache(OverCache):
 
     def chunk_arguments(
         self, arguments: dict[str, Any], chunk_attention: ChunkAttention
-    ) -> tuple[dict[str, Any], Read | None]:
+    ) -> tuple[dict[str, Any], ReadKeys | None]:
         """Return the layer's arguments for one chunk, and the function that the replaced cache
         calls on the chunk's keys and values. That function returns keys and values of all tokens,
         if the layer is cut in two.
@@ -436,7 +436,7 @@ class BidirectionalOverCache(OverCache):
             arguments: the layer's arguments by name.
             chunk_attention: the object that has the keys and values.
         """
-        if not isinstance(chunk_attention, KeysOfAll):
+        if not isinstance(chunk_attention, FullSequenceKeys):
             return super().chunk_arguments(arguments, chunk_attention)
         chunk = chunk_attention.chunk
         mask = arguments["attention_mask"].mask[:, :, chunk.start : chunk.stop]

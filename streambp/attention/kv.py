@@ -30,16 +30,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from streambp.attention.kernels import block_views, narrowed, widened
+from streambp.attention.kernels import block_views, cut_columns, pad_columns
 from streambp.attention.spans import Block
 from streambp.chunks import Chunk, ChunkPlan
 from streambp.errors import BackwardError
 from streambp.offload.manager import HostTensors
 
 # tiles on the device beside the resident ones: one in use, one arriving, two leaving
-WORKING = 4
+WORKING_TILES = 4
 # (block, K [b, H_kv, k, D], V), with the block's rows and keys
-Visit = Iterable[tuple[Block, Tensor, Tensor]]
+BlockTensors = Iterable[tuple[Block, Tensor, Tensor]]
 
 
 @dataclasses.dataclass
@@ -81,7 +81,7 @@ class KVBuffer:
         return self.versions is not None
 
     @classmethod
-    def of(cls, k: Tensor, v: Tensor, width: int | None) -> KVBuffer:
+    def from_tensors(cls, k: Tensor, v: Tensor, width: int | None) -> KVBuffer:
         """Return buffers that hold contiguous K [B, T, H_kv, D] and V [B, T, H_kv, D_v] of all
         tokens.
 
@@ -92,10 +92,10 @@ class KVBuffer:
         """
         if width is None:
             return cls(k, v)
-        return cls(k, widened(v, width), columns=v.shape[3])
+        return cls(k, pad_columns(v, width), columns=v.shape[3])
 
     @classmethod
-    def of_one_chunk(cls, k: Tensor, v: Tensor) -> KVBuffer | None:
+    def from_one_chunk(cls, k: Tensor, v: Tensor) -> KVBuffer | None:
         """Return buffers that are the layer's own K [B, H_kv, T, D] and V [B, H_kv, T, D_v] of all
         tokens, without a copy.
 
@@ -114,7 +114,7 @@ class KVBuffer:
         """Free the zero columns with which V is padded, until V is read again. Called at the end of
         forward."""
         if self.columns is not None and self.packed is None:
-            self.v = narrowed(self.v, self.columns).contiguous()
+            self.v = cut_columns(self.v, self.columns).contiguous()
             self.packed = self.width
 
     def grow_accumulators(self) -> tuple[Tensor, Tensor]:
@@ -130,13 +130,13 @@ class KVBuffer:
         """Return K [B, C, H_kv, D] and V [B, C, H_kv, D_v] of a chunk, as views, to save them for
         backward. Saved tensors have the same layout: tokens before heads."""
         positions = slice(chunk.start, chunk.stop)
-        return self.k[:, positions], narrowed(self.v[:, positions], self.value_size)
+        return self.k[:, positions], cut_columns(self.v[:, positions], self.value_size)
 
     def read(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
         """Return K [B, H_kv, e, D] and V [B, H_kv, e, D_v] of the e tokens up to the chunk's end,
         as views."""
         k = self.k[:, : chunk.stop]
-        v = narrowed(self.v, self.value_size)[:, : chunk.stop]
+        v = cut_columns(self.v, self.value_size)[:, : chunk.stop]
         return k.transpose(1, 2), v.transpose(1, 2)
 
     def write(self, chunk: Chunk, k: Tensor, v: Tensor) -> None:
@@ -150,7 +150,7 @@ class KVBuffer:
             target = self.part(chunk)[1]
         target.copy_(v.transpose(1, 2))
 
-    def visit(self, blocks: Sequence[Block], gradients: bool = False) -> Visit:
+    def visit(self, blocks: Sequence[Block], gradients: bool = False) -> BlockTensors:
         """Return each block of a chunk's attention with its keys and values, as views of the
         buffers. A block is a rectangle of queries and keys.
 
@@ -162,7 +162,7 @@ class KVBuffer:
             BackwardError: the layer has written to K or V after attention read them.
         """
         if self.packed is not None:
-            self.v = widened(self.v, self.packed)
+            self.v = pad_columns(self.v, self.packed)
             self.packed = None
         if gradients and self.versions not in (None, (self.k._version, self.v._version)):
             raise BackwardError(
@@ -291,7 +291,7 @@ class KVTiles:
                     self._scratch.save(name, chunk.index, part)
         self._on_device[chunk.index] = tile
 
-    def visit(self, blocks: Sequence[Block], gradients: bool = False) -> Visit:
+    def visit(self, blocks: Sequence[Block], gradients: bool = False) -> BlockTensors:
         """Yield each block of a chunk's attention with K and V of its keys. A tile, K and V of one
         chunk, is loaded from the host before its block, and removed from the device after the
         block.
@@ -305,7 +305,7 @@ class KVTiles:
         tiles_of_blocks = [self._tiles(block) for block in blocks]
         if not blocks:  # all queries are padding that reads nothing
             return
-        own_tile = self.plan.holding(blocks[0].q0)
+        own_tile = self.plan.chunk_index(blocks[0].q0)
         self._leave(
             [
                 index
@@ -322,7 +322,7 @@ class KVTiles:
             for index in following:  # load the next tile while the kernel runs
                 if index not in self._on_device:
                     for name in (self._k, self._v):
-                        self._home(name, index).load(name, index)
+                        self._host_store(name, index).load(name, index)
                     if gradients and self._scratch.has(self._dk, index):
                         self._scratch.load(self._dk, index)
                         self._scratch.load(self._dv, index)
@@ -356,7 +356,7 @@ class KVTiles:
 
     def _enter(self, index: int, gradients: bool) -> None:
         if index not in self._on_device:
-            k, v = (self._home(name, index).peek(name, index) for name in (self._k, self._v))
+            k, v = (self._host_store(name, index).peek(name, index) for name in (self._k, self._v))
             self._keys.read_ahead()
             self._on_device[index] = KVBuffer(k, v)
         tile = self._on_device[index]
@@ -377,11 +377,11 @@ class KVTiles:
                     self._scratch.save(self._dk, index, tile.dk)
                     self._scratch.save(self._dv, index, tile.dv)
 
-    def _home(self, name: str, index: int) -> HostTensors:
+    def _host_store(self, name: str, index: int) -> HostTensors:
         return self._keys if self._keys.has(name, index) else self._scratch
 
     def _tiles(self, block: Block) -> range:
-        return range(self.plan.holding(block.k0), self.plan.holding(block.k1 - 1) + 1)
+        return range(self.plan.chunk_index(block.k0), self.plan.chunk_index(block.k1 - 1) + 1)
 
     def _overlaps(self, block: Block) -> Iterator[tuple[int, slice, slice]]:
         """Yield the chunks that hold keys of a block: the chunk's index, the slice of these keys

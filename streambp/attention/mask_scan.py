@@ -22,7 +22,7 @@ from torch import Tensor
 from streambp.chunks import Barrier, ChunkPlan
 from streambp.errors import UnsupportedMaskError
 
-SCAN = 1024
+SCAN_TILE_SIZE = 1024
 
 # (q0, q1, k0, k1) -> [B or 1, H or 1, q, k], True where a query reads a key
 ReadTile = Callable[[int, int, int, int], Tensor]
@@ -56,7 +56,7 @@ def find_barriers(tile: ReadTile, length: int, device: torch.device) -> tuple[Ba
     """Find the positions where no chunk may end, because in some row or head an earlier query reads
     a later key; () for a causal mask. [Note: chunk ends]
 
-    The scan costs T^2 / 2 mask elements, a tile of SCAN^2 (a constant) at a time, and one
+    The scan costs T^2 / 2 mask elements, a tile of SCAN_TILE_SIZE^2 (a constant) at a time, and one
     synchronization with the device.
 
     Args:
@@ -66,10 +66,10 @@ def find_barriers(tile: ReadTile, length: int, device: torch.device) -> tuple[Ba
     """
     position = torch.arange(length, device=device)
     furthest = position.clone()  # [T], last key that a query reads in any row and head
-    for q0 in range(0, length, SCAN):
-        q1 = min(q0 + SCAN, length)
-        for k0 in range(q0, length, SCAN):
-            k1 = min(k0 + SCAN, length)
+    for q0 in range(0, length, SCAN_TILE_SIZE):
+        q1 = min(q0 + SCAN_TILE_SIZE, length)
+        for k0 in range(q0, length, SCAN_TILE_SIZE):
+            k1 = min(k0 + SCAN_TILE_SIZE, length)
             read = tile(q0, q1, k0, k1).flatten(0, -3).any(0)  # [q, k]
             last = torch.where(read, position[k0:k1], 0).amax(1)
             furthest[q0:q1] = torch.maximum(furthest[q0:q1], last)
@@ -81,11 +81,12 @@ def find_barriers(tile: ReadTile, length: int, device: torch.device) -> tuple[Ba
 
 
 def find_reach(tile: ReadTile, length: int, device: torch.device) -> tuple[tuple[int, int], ...]:
-    """Find the keys that each SCAN (a constant) consecutive queries of a mask read, in any row and
-    head, so that attention can leave out all other keys. The keys are an interval (first key, last
-    key + 1), or (0, 0) if the queries read no key.
+    """Find the keys that each SCAN_TILE_SIZE (a constant) consecutive queries of a mask read, in
+    any row and head, so that attention can leave out all other keys. The keys are an interval
+    (first key, last key + 1), or (0, 0) if the queries read no key.
 
-    The scan costs T^2 mask elements, SCAN^2 at a time, and one synchronization with the device.
+    The scan costs T^2 mask elements, SCAN_TILE_SIZE^2 at a time, and one synchronization with the
+    device.
 
     Args:
         tile: function that returns a part of the mask.
@@ -94,10 +95,10 @@ def find_reach(tile: ReadTile, length: int, device: torch.device) -> tuple[tuple
     """
     position = torch.arange(length, device=device)
     reaches: list[Tensor] = []
-    for q0 in range(0, length, SCAN):
+    for q0 in range(0, length, SCAN_TILE_SIZE):
         read = []
-        for k0 in range(0, length, SCAN):
-            part = tile(q0, min(q0 + SCAN, length), k0, min(k0 + SCAN, length))
+        for k0 in range(0, length, SCAN_TILE_SIZE):
+            part = tile(q0, min(q0 + SCAN_TILE_SIZE, length), k0, min(k0 + SCAN_TILE_SIZE, length))
             read.append(part.flatten(0, -2).any(0))
         keys = torch.cat(read)  # [T]
         first = torch.where(keys, position, length).amin()
@@ -118,7 +119,7 @@ def move_ends(plan: ChunkPlan, barriers: tuple[Barrier, ...]) -> ChunkPlan:
     """
     if not barriers or len(plan) == 1:
         return plan
-    allowed = plan.avoiding(barriers)
+    allowed = plan.avoid_barriers(barriers)
     if len(allowed) == 1:
         raise UnsupportedMaskError(
             f"The attention mask is not causal: wherever the {plan.length} tokens are cut, a query "
@@ -143,11 +144,11 @@ def find_empty(tile: ReadTile, length: int, device: torch.device) -> tuple[Tenso
         device: the device on which to scan.
     """
     reading: list[Tensor] = []
-    read: list[Tensor | None] = [None] * -(-length // SCAN)
-    for q0 in range(0, length, SCAN):
+    read: list[Tensor | None] = [None] * -(-length // SCAN_TILE_SIZE)
+    for q0 in range(0, length, SCAN_TILE_SIZE):
         has_key: Tensor | None = None
-        for index, k0 in enumerate(range(0, length, SCAN)):
-            part = tile(q0, min(q0 + SCAN, length), k0, min(k0 + SCAN, length))
+        for index, k0 in enumerate(range(0, length, SCAN_TILE_SIZE)):
+            part = tile(q0, min(q0 + SCAN_TILE_SIZE, length), k0, min(k0 + SCAN_TILE_SIZE, length))
             queries = part.any(-1)
             keys = part.any(-2)
             has_key = queries if has_key is None else has_key | queries

@@ -23,14 +23,20 @@ from transformers.masking_utils import (
     sdpa_mask,
 )
 
-from streambp.attention.mask_scan import SCAN, find_barriers, find_empty, find_reach, reads
-from streambp.attention.spans import Block, Kind, Run, Spans, Tiling
+from streambp.attention.mask_scan import (
+    SCAN_TILE_SIZE,
+    find_barriers,
+    find_empty,
+    find_reach,
+    reads,
+)
+from streambp.attention.spans import Block, BlockKind, QueryRun, Spans, Tiling
 from streambp.chunks import Barrier
 from streambp.errors import UnsharedError, UnsupportedMaskError
 from streambp.known_names import DOCUMENT_ENDS
 
 # types of arguments without masks
-VALUE_TYPES = frozenset({Tensor, tuple, list, bool, type(None)})
+MASKLESS_TYPES = frozenset({Tensor, tuple, list, bool, type(None)})
 
 
 class LazyMask:
@@ -41,7 +47,7 @@ class LazyMask:
         description: arguments of transformers' mask function.
         layout: cached result of `resolve`, for all layers that share the mask.
         bidirectional_layout: cached result of `resolve` for layers whose attention may read ahead.
-        full_layout: cached result of `resolve_whole` for sequences that are split over ranks, for
+        full_layout: cached result of `resolve_full_mask` for sequences that are split over ranks, for
             all layers that share the mask.
         document_source: name of the argument that marks the documents of packed rows, and the
             number of documents; None: no documents.
@@ -77,7 +83,7 @@ class LazyMask:
             self._has_empty_row = padding is not None and not bool(padding.any(-1).all())
         return self._has_empty_row
 
-    def over_keys(self, is_added: bool) -> Tensor | None:
+    def to_key_mask(self, is_added: bool) -> Tensor | None:
         """Return the mask of cross-attention or of an encoder as [B, 1, 1, S], because it is the
         same for all queries; None if all S keys are read. The result is cached, because all layers
         share the mask.
@@ -131,8 +137,8 @@ class DenseMask:
         source: the mask tensor, or the `LazyMask` from which parts are built.
         barriers: positions where no chunk may end, because an earlier query would read a later key.
             [Note: chunk ends]
-        reach: the interval of keys that each SCAN (a constant) consecutive queries read, if
-            attention has the keys of the full sequence; (): attention has the keys up to the
+        reach: the interval of keys that each SCAN_TILE_SIZE (a constant) consecutive queries read,
+            if attention has the keys of the full sequence; (): attention has the keys up to the
             chunk's end.
     """
 
@@ -155,19 +161,19 @@ class DenseMask:
         """
         tiling = tiling.masked or tiling
         blocks = list[Block]()
-        q_step = tiling.q_block or SCAN
-        k_step = tiling.k_block or SCAN
+        q_step = tiling.q_block or SCAN_TILE_SIZE
+        k_step = tiling.k_block or SCAN_TILE_SIZE
         for q0 in range(start, stop, q_step):
             q1 = min(q0 + q_step, stop)
             first = 0
             end = stop if self.barriers else q1
             if self.reach:
-                read = self.reach[q0 // SCAN : -(-q1 // SCAN)]
+                read = self.reach[q0 // SCAN_TILE_SIZE : -(-q1 // SCAN_TILE_SIZE)]
                 first = min(start for start, _ in read)
                 end = max(stop for _, stop in read)
             for k0 in range(first, end, k_step):
                 blocks.append(
-                    Block(Kind.MASK, 0, self.batch_size, q0, q1, k0, min(k0 + k_step, end))
+                    Block(BlockKind.MASK, 0, self.batch_size, q0, q1, k0, min(k0 + k_step, end))
                 )
         return blocks
 
@@ -243,7 +249,7 @@ def resolve(
         mask = LazyMask(mask_function=causal_mask_function, q_length=length, kv_length=length)
     if bidirectional and mask.tree is None:
         if mask.bidirectional_layout is None:
-            mask.bidirectional_layout = rectangles(mask, batch_size, length, device)
+            mask.bidirectional_layout = rectangular_spans(mask, batch_size, length, device)
         return mask.bidirectional_layout
     if mask.layout is None:
         if mask.tree is None:
@@ -260,7 +266,7 @@ def resolve(
     return mask.layout
 
 
-def rectangles(
+def rectangular_spans(
     mask: LazyMask, batch_size: int, length: int, device: torch.device
 ) -> Spans | DenseMask:
     """Return the keys that each query reads, for attention that may read ahead. The result is one
@@ -283,7 +289,7 @@ def rectangles(
             f"{length} tokens. Pass an attention_mask of the same length as input_ids."
         )
     padding: Tensor | None = arguments.get("attention_mask")
-    runs: list[tuple[Run, ...]] = [(Run(0, length, 0, length),)] * batch_size
+    runs: list[tuple[QueryRun, ...]] = [(QueryRun(0, length, 0, length),)] * batch_size
     if padding is not None:
         runs = []
         for row in padding.bool().cpu():
@@ -295,7 +301,7 @@ def rectangles(
             end = int(tokens[-1]) + 1
             if len(tokens) < end - first:  # padding between tokens
                 return _dense(mask, batch_size, length, device)
-            runs.append((Run(0, length, first, end),))
+            runs.append((QueryRun(0, length, first, end),))
     if mask.is_bidirectional or _reads_all(mask, batch_size, length, padding, device):
         return Spans(length, tuple(runs))
     return _dense(mask, batch_size, length, device)
@@ -305,13 +311,13 @@ def _reads_all(
     mask: LazyMask, batch_size: int, length: int, padding: Tensor | None, device: torch.device
 ) -> bool:
     """True if each query of a mask reads all keys but padding, so that one interval for each row
-    describes the mask. Compares all T^2 elements of the mask, SCAN^2 at a time, and stops at the
-    first difference."""
+    describes the mask. Compares all T^2 elements of the mask, SCAN_TILE_SIZE^2 at a time, and stops
+    at the first difference."""
     dense = DenseMask(batch_size, length, mask)
-    for q0 in range(0, length, SCAN):
-        for k0 in range(0, length, SCAN):
-            k1 = min(k0 + SCAN, length)
-            read = dense.tile(q0, min(q0 + SCAN, length), k0, k1, device)
+    for q0 in range(0, length, SCAN_TILE_SIZE):
+        for k0 in range(0, length, SCAN_TILE_SIZE):
+            k1 = min(k0 + SCAN_TILE_SIZE, length)
+            read = dense.tile(q0, min(q0 + SCAN_TILE_SIZE, length), k0, k1, device)
             expected: Tensor | bool = True
             if padding is not None:
                 expected = padding[:, None, None, k0:k1].to(device).bool()
@@ -466,7 +472,7 @@ def _dense(
 
 def rows_of(
     batch_size: int, length: int, padding: Tensor | None, packed: Tensor | None
-) -> tuple[tuple[Run, ...], ...]:
+) -> tuple[tuple[QueryRun, ...], ...]:
     """Return the runs of each row. A run is a range of consecutive queries that read keys by the
     same rule.
 
@@ -487,13 +493,13 @@ def rows_of(
     rows = []
     for row in padding.cpu():
         tokens = row.nonzero().flatten()
-        runs: list[Run] = []
+        runs: list[QueryRun] = []
         if len(tokens):
             first = int(tokens[0])
             last = int(tokens[-1]) + 1
-            runs.append(Run(first, last, first))
+            runs.append(QueryRun(first, last, first))
             if last < length:
-                runs.append(Run(last, length, first, last))
+                runs.append(QueryRun(last, length, first, last))
         rows.append(tuple(runs))
     return tuple(rows)
 
@@ -509,8 +515,8 @@ def _remedy_of_ends(ends: list[int], batch_size: int, length: int) -> str:
     return "Flatten the batch into one row, or leave cu_seq_lens out."
 
 
-def _documents(ends: list[int]) -> tuple[Run, ...]:
-    return tuple(Run(a, b, a) for a, b in itertools.pairwise(ends) if a < b)
+def _documents(ends: list[int]) -> tuple[QueryRun, ...]:
+    return tuple(QueryRun(a, b, a) for a, b in itertools.pairwise(ends) if a < b)
 
 
 def agrees(
@@ -572,7 +578,7 @@ def attention_mask_of(arguments: Mapping[str, Any]) -> Any:
     A padding mask among the arguments may be for other modules of the layer.
     """
     for value in arguments.values():
-        if type(value) in VALUE_TYPES:
+        if type(value) in MASKLESS_TYPES:
             continue
         if isinstance(value, LazyMask):
             return value
@@ -583,9 +589,9 @@ def attention_mask_of(arguments: Mapping[str, Any]) -> Any:
     return arguments.get("attention_mask")
 
 
-def masks_replaced(value: Any, mask: Callable[[LazyMask], Any]) -> Any:
+def replace_masks(value: Any, mask: Callable[[LazyMask], Any]) -> Any:
     """Return a layer's argument `value` with `mask(lazy_mask)` in place of each `LazyMask`, also
     inside dicts. The layer's own forward then gets masks as in the unpatched model."""
     if isinstance(value, Mapping) and any(isinstance(part, LazyMask) for part in value.values()):
-        return {key: masks_replaced(part, mask) for key, part in value.items()}
+        return {key: replace_masks(part, mask) for key, part in value.items()}
     return mask(value) if isinstance(value, LazyMask) else value

@@ -18,7 +18,7 @@ from streambp.attention.spans import Spans
 from streambp.chunks import Chunk
 
 
-def visible(
+def visible_keys(
     layout: Spans | DenseMask, q0: int, q1: int, k0: int, k1: int, device: torch.device
 ) -> Tensor:
     """Return the attention mask of queries [q0, q1) and keys [k0, k1) before an indexer's picks
@@ -56,7 +56,7 @@ class PickedMask(DenseMask):
     start: int = dataclasses.field(kw_only=True)
 
     @classmethod
-    def of(
+    def from_picks(
         cls, layer_mask: Spans | DenseMask, length: int, chunk: Chunk, picks: Tensor
     ) -> Spans | DenseMask:
         """Return the attention mask of one chunk's queries, restricted to the picked keys. Return
@@ -81,7 +81,7 @@ class PickedMask(DenseMask):
         read), or added to the scores.
         """
         assert isinstance(self.source, Tensor)
-        read = visible(self.layer_mask, q0, q1, k0, k1, device)
+        read = visible_keys(self.layer_mask, q0, q1, k0, k1, device)
         picks = self.source[:, q0 - self.start : q1 - self.start].long() - k0  # [B, q, k]
         spare = k1 - k0  # a column of its own, which is dropped
         picks = torch.where((picks >= 0) & (picks < spare), picks, spare)

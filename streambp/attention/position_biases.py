@@ -26,7 +26,7 @@ from streambp.known_names import BUCKETS, COMPUTE_BIAS, HAS_TABLE
 
 
 def biases_distances(attention: nn.Module) -> bool:
-    """True if an attention module has T5's functions for a bias by distance, which `by_distance`
+    """True if an attention module has T5's functions for a bias by distance, which `distance_bias`
     calls."""
     return all(hasattr(attention, name) for name in (COMPUTE_BIAS, BUCKETS, HAS_TABLE))
 
@@ -37,7 +37,7 @@ def has_table(attention: nn.Module) -> bool:
     return biases_distances(attention) and bool(getattr(attention, HAS_TABLE))
 
 
-def by_distance(attention: nn.Module, length: int, device: torch.device) -> Tensor:
+def distance_bias(attention: nn.Module, length: int, device: torch.device) -> Tensor:
     """Return the bias of each distance in a sequence, [1, H, 2 T - 1], as the attention module's
     own code computes it from its table.
 
@@ -52,13 +52,13 @@ def by_distance(attention: nn.Module, length: int, device: torch.device) -> Tens
     return torch.cat((past.flip(-1), ahead[..., 1:]), -1)
 
 
-def is_by_distance(bias: Any) -> TypeGuard[Tensor]:
+def is_distance_bias(bias: Any) -> TypeGuard[Tensor]:
     """True if a bias has one value for each distance, [1, H, 2 T - 1]. False for None, and for a
     bias of pairs, [1, H, T, T]."""
     return isinstance(bias, Tensor) and bias.dim() == 3
 
 
-def of_pairs(bias: Tensor, q0: int, q1: int, k0: int, k1: int) -> Tensor:
+def pair_bias(bias: Tensor, q0: int, q1: int, k0: int, k1: int) -> Tensor:
     """Return T5's bias of all pairs of queries [q0, q1) and keys [k0, k1), as [..., q, k], to be
     added to scores.
 
@@ -73,7 +73,7 @@ def of_pairs(bias: Tensor, q0: int, q1: int, k0: int, k1: int) -> Tensor:
     return distances.unfold(-1, k1 - k0, 1).flip(-2)
 
 
-def add_of_block(sums: Tensor, gradient: Tensor, block: Block) -> None:
+def add_block_gradient(sums: Tensor, gradient: Tensor, block: Block) -> None:
     """Add the gradient of a block's scores to the gradient of T5's bias of each distance, in an
     attention kernel's backward.
 

@@ -18,12 +18,25 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from streambp.attention.attend import Attended, Params, PrefixAttention, PrefixRead, attend_blocks
-from streambp.attention.backend import AsSdpa, Backend, BlockPlan, KernelUse, Use, choose_backend
-from streambp.attention.kv import WORKING, KVBuffer, KVStorage, KVTiles, PrefixMemory
+from streambp.attention.attend import (
+    AttentionOutput,
+    AttentionParams,
+    PrefixAttention,
+    PrefixRead,
+    attend_blocks,
+)
+from streambp.attention.backend import (
+    Backend,
+    BlockPlan,
+    BlockPurpose,
+    KernelUse,
+    SdpaComparison,
+    choose_backend,
+)
+from streambp.attention.kv import WORKING_TILES, KVBuffer, KVStorage, KVTiles, PrefixMemory
 from streambp.attention.masks import DenseMask
 from streambp.attention.picked_keys import PickedMask
-from streambp.attention.spans import Kind, Spans, Tiling
+from streambp.attention.spans import BlockKind, Spans, Tiling
 from streambp.chunks import Chunk
 from streambp.errors import BackwardError, StreamBPError
 from streambp.offload.manager import Access, HostTensors
@@ -65,7 +78,7 @@ class KVBytesPerToken:
     value_size: int  # D_v
 
     @classmethod
-    def of(cls, k: Tensor, v: Tensor, width: int | None = None) -> KVBytesPerToken:
+    def from_tensors(cls, k: Tensor, v: Tensor, width: int | None = None) -> KVBytesPerToken:
         """Return the bytes of one token, over all rows, for tensors like k [B, H_kv, C, D] and v
         [B, H_kv, C, D_v].
 
@@ -108,7 +121,7 @@ class Prefix:
         self.settings_by_call: dict[tuple[int, int], tuple[Any, ...]] = {}
         self.backends: dict[int, Backend] = {}  # of each attention call, chosen at its first chunk
         self.kernel_uses: frozenset[KernelUse] = frozenset()  # the kernels that attended in forward
-        self.sdpa = AsSdpa()  # of all attention calls
+        self.sdpa = SdpaComparison()  # of all attention calls
         self.memory: PrefixMemory | None = None
         self.restored_chunks: set[tuple[int, int]] = (
             set()
@@ -140,7 +153,7 @@ class Prefix:
         if index == len(self.kv_storages):
             width = self._width(index)
             if index == len(self.sizes_seen):
-                self.sizes_seen.append(KVBytesPerToken.of(k, v, width))
+                self.sizes_seen.append(KVBytesPerToken.from_tensors(k, v, width))
             resident, tile = self.resident_tiles(backward)[index], None
             if (
                 resident is None
@@ -148,7 +161,7 @@ class Prefix:
                 and k.shape[2] == self.length
                 and not self.heads_first
             ):
-                tile = KVBuffer.of_one_chunk(k, v)
+                tile = KVBuffer.from_one_chunk(k, v)
             if tile is not None:
                 self.kv_storages.append(tile)
                 return
@@ -158,7 +171,7 @@ class Prefix:
                     KVBuffer(self._buffer(k), self._buffer(v, width), columns=columns)
                 )
             else:
-                self.kv_storages.append(self._tiled(index, resident, backward))
+                self.kv_storages.append(self._make_tiles(index, resident, backward))
         self.kv_storages[index].write(chunk, k, v)
 
     def _buffer(self, like: Tensor, width: int | None = None) -> Tensor:
@@ -183,7 +196,7 @@ class Prefix:
         backend = self.backends.get(index)
         return None if backend is None else backend.width
 
-    def note(self, plan: BlockPlan) -> None:
+    def note_kernels(self, plan: BlockPlan) -> None:
         """Add the kernels that compute the blocks of `plan` to `kernel_uses`, which `describe`
         prints."""
         if not plan.kernel_uses <= self.kernel_uses:
@@ -204,13 +217,13 @@ class Prefix:
         all attention calls of the layer. Offloading counts these bytes against `gpu_memory`."""
         return self.length * sum(size.resident + size.sums for size in self.sizes_seen)
 
-    def flops(self, chunk: Chunk, attended: Attended) -> float:
+    def flops(self, chunk: Chunk, attended: AttentionOutput) -> float:
         """Return the FLOPs of a chunk's attention in forward: two products for each pair of a query
         and a key that the query reads. The policy for saves="auto" compares them with the bytes of
         attention outputs."""
         _, _, heads, size = attended.o.shape
         pairs = sum(
-            block.pairs * (block.b1 - block.b0) * (0.5 if block.kind is Kind.CAUSAL else 1.0)
+            block.pairs * (block.b1 - block.b0) * (0.5 if block.kind is BlockKind.CAUSAL else 1.0)
             for block in self.layout.blocks(chunk.start, chunk.stop, Tiling())
         )
         return 4.0 * size * heads * pairs
@@ -233,9 +246,9 @@ class Prefix:
                 tiles.append(None)
                 headroom -= token * plan.length
             else:
-                resident = max(0, headroom // (token * plan.longest) - WORKING)
+                resident = max(0, headroom // (token * plan.longest) - WORKING_TILES)
                 tiles.append(resident)
-                headroom = max(0, headroom - (resident + WORKING) * token * plan.longest)
+                headroom = max(0, headroom - (resident + WORKING_TILES) * token * plan.longest)
         return tiles
 
     def saved_reads(self, index: int) -> list[list[Access]]:
@@ -264,7 +277,7 @@ class Prefix:
         for index, resident in enumerate(self.resident_tiles(backward=True)):
             if resident is not None:
                 self.kv_storages.append(
-                    self._tiled(index, resident, backward=True, saved=self.memory.saved)
+                    self._make_tiles(index, resident, backward=True, saved=self.memory.saved)
                 )
                 continue
             for chunk, reads in zip(self.memory.plan, self.saved_reads(index), strict=True):
@@ -280,7 +293,7 @@ class Prefix:
         self.restored_chunks.clear()
         self.filled_until = self.length
 
-    def _tiled(
+    def _make_tiles(
         self, index: int, resident: int, backward: bool, saved: HostTensors | None = None
     ) -> KVTiles:
         assert self.memory is not None
@@ -376,7 +389,7 @@ class ChunkAttention:
         raise NotImplementedError
 
 
-class KeysOfAll(ChunkAttention):
+class FullSequenceKeys(ChunkAttention):
     """Replacement of the keys and values that a bidirectional layer reads, if the layer computes
     attention itself. The layer's forward is cut in two where the layer passes its own keys and
     values to its cache.
@@ -453,7 +466,7 @@ class PrefixChunkAttention(ChunkAttention):
         prefix: Prefix,
         chunk: Chunk,
         stage: Stage,
-        saved: list[Attended] | None = None,
+        saved: list[AttentionOutput] | None = None,
         picks: list[Tensor] | None = None,
     ) -> None:
         self.prefix = prefix
@@ -463,7 +476,7 @@ class PrefixChunkAttention(ChunkAttention):
         self.saved = saved
         self.picks = picks
         self.chunk_picks: list[Tensor] = []
-        self.attended: list[Attended] = []
+        self.attended: list[AttentionOutput] = []
         self.call = 0
         # receives q, k and v
         self.see: Callable[[str, Tensor], None] | None = None
@@ -524,7 +537,7 @@ class PrefixChunkAttention(ChunkAttention):
                 self.see(name, x.transpose(1, 2).flatten(2))  # the layout of projections: no copy
         seed = int(torch.randint(2**62, (), device="cpu")) if dropout > 0.0 else 0
         values = None if bias is None else bias.detach()[0]
-        params = Params(backend, scale, softcap, dropout, seed, values)
+        params = AttentionParams(backend, scale, softcap, dropout, seed, values)
         kv_storage = self._kv_storage(index, k, v)
         if self.stage is Stage.REFILL and self.call == prefix.calls:
             raise RefillDone
@@ -536,15 +549,18 @@ class PrefixChunkAttention(ChunkAttention):
         if picks is None:
             layout = prefix.layout
         else:
-            layout = PickedMask.of(prefix.layout, prefix.length, chunk, picks)
+            layout = PickedMask.from_picks(prefix.layout, prefix.length, chunk, picks)
         if self.stage is not Stage.RECOMPUTE:
             plan = backend.plan(
-                layout, chunk, q.shape[0], Use.STREAMED if kv_storage.streams else Use.FORWARD
+                layout,
+                chunk,
+                q.shape[0],
+                BlockPurpose.TILED if kv_storage.streams else BlockPurpose.FORWARD,
             )
             attended = attend_blocks(q, kv_storage, layout, chunk, params, sink, plan=plan)
             attended.version = None if attended.o.is_inference() else attended.o._version
             self.attended.append(attended)
-            prefix.note(plan)
+            prefix.note_kernels(plan)
             return attended.o
         saved = self.saved[index] if self.saved else None
         out: Tensor = PrefixAttention.apply(

@@ -19,14 +19,15 @@ from collections.abc import Iterator
 
 import torch
 
-from streambp.accumulate import HALF
+from streambp.accumulate import HALF_DTYPES
 
 Version = tuple[int, ...]
-FLASH_LIMIT = 256  # head sizes of FlashAttention, of cuDNN on the devices that have them
-NATIVE = 128  # head sizes that cuDNN takes wherever it runs
-MLA = (192, 128)  # (D, D_v) of multi-head latent attention, which cuDNN takes, too
-WIDE = (256, 256)
-LAST_FLASH_4 = (4, 0, 0, 18)  # the last whose functions return what torch 2.11 to 2.13 unpack
+FLASH_MAX_HEAD_SIZE = 256  # head sizes of FlashAttention, of cuDNN on the devices that have them
+CUDNN_MAX_HEAD_SIZE = 128  # head sizes that cuDNN takes wherever it runs
+MLA_HEAD_SIZES = (192, 128)  # (D, D_v) of multi-head latent attention, which cuDNN takes, too
+WIDE_HEAD_SIZES = (256, 256)
+# the last whose functions return what torch 2.11 to 2.13 unpack
+MAX_FLASH_4_VERSION = (4, 0, 0, 18)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +117,7 @@ def why_not_fused(call: AttentionShape, platform: Platform) -> Iterator[str]:
         yield "it adds no bias for each distance of two positions, and the model does"
     if platform.device not in ("cpu", "cuda", "meta"):
         yield f"it does not run on {platform.device}"
-    if platform.device != "cpu" and call.dtype not in HALF:
+    if platform.device != "cpu" and call.dtype not in HALF_DTYPES:
         yield (
             "it computes in float16 and bfloat16, and the model attends in "
             f"{str(call.dtype).removeprefix('torch.')}"
@@ -138,8 +139,8 @@ def why_not_flash(call: AttentionShape, platform: Platform) -> Iterator[str]:
     yield from why_not_fused(call, platform)
     if platform.device == "cpu":
         return
-    if call.padded > FLASH_LIMIT:
-        yield f"the head size is {call.padded}; it takes at most {FLASH_LIMIT}"
+    if call.padded > FLASH_MAX_HEAD_SIZE:
+        yield f"the head size is {call.padded}; it takes at most {FLASH_MAX_HEAD_SIZE}"
     name = platform.flash
     if platform.hip or name is None:
         if (
@@ -167,13 +168,19 @@ def why_not_flash(call: AttentionShape, platform: Platform) -> Iterator[str]:
         )
     if name == "FA3" and platform.deterministic and call.padded > 192:
         yield f"FA3 is not deterministic at head size {call.padded}; {restore}"
-    if name == "FA4" and platform.major == 10 and call.padded > NATIVE and call.padded != WIDE[0]:
+    if (
+        name == "FA4"
+        and platform.major == 10
+        and call.padded > CUDNN_MAX_HEAD_SIZE
+        and call.padded != WIDE_HEAD_SIZES[0]
+    ):
         yield (
-            f"FA4 takes head sizes to {NATIVE} and {WIDE[0]} on compute capability 10.x, not "
+            f"FA4 takes head sizes to {CUDNN_MAX_HEAD_SIZE} and {WIDE_HEAD_SIZES[0]} on compute "
+            "capability 10.x, not "
             f"{call.padded}; {restore}"
         )
     # a release is later than its betas
-    newer = len(platform.flash_4) == 3 or platform.flash_4 > LAST_FLASH_4
+    newer = len(platform.flash_4) == 3 or platform.flash_4 > MAX_FLASH_4_VERSION
     if name == "FA4" and platform.torch < (2, 14) and newer:
         version = ".".join(map(str, platform.flash_4[:3])) + "".join(
             f"b{beta}" for beta in platform.flash_4[3:]
@@ -211,18 +218,21 @@ def why_not_cudnn(call: AttentionShape, platform: Platform) -> Iterator[str]:
             f"the head sizes are {call.size} and {call.value_size}; cuDNN's attention takes "
             "multiples of 8"
         )
-    native = max(call.pair) <= NATIVE
+    native = max(call.pair) <= CUDNN_MAX_HEAD_SIZE
     if platform.capability == (9, 0):
-        native = native or (call.pair in (MLA, WIDE) and platform.cudnn >= 91300)
-    elif platform.major == 10:
-        native = native or (call.pair == MLA and platform.cudnn >= 91100)
         native = native or (
-            call.pair == WIDE and platform.cudnn >= 92300 and platform.torch >= (2, 14)
+            call.pair in (MLA_HEAD_SIZES, WIDE_HEAD_SIZES) and platform.cudnn >= 91300
+        )
+    elif platform.major == 10:
+        native = native or (call.pair == MLA_HEAD_SIZES and platform.cudnn >= 91100)
+        native = native or (
+            call.pair == WIDE_HEAD_SIZES and platform.cudnn >= 92300 and platform.torch >= (2, 14)
         )
     if not native:
         yield (
             f"the head size is {call.size}, of values {call.value_size}; cuDNN's attention has at "
-            f"most {NATIVE}, and {MLA} and {WIDE} on compute capability 9.0 and 10.x with new "
+            f"most {CUDNN_MAX_HEAD_SIZE}, and {MLA_HEAD_SIZES} and {WIDE_HEAD_SIZES} on compute "
+            "capability 9.0 and 10.x with new "
             "versions"
         )
     if platform.deterministic:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from streambp.attention.mask_scan import SCAN, find_barriers, find_empty, reads
+from streambp.attention.mask_scan import SCAN_TILE_SIZE, find_barriers, find_empty, reads
 from streambp.chunks import Barrier, Chunk
 from streambp.device import has_data
 from streambp.errors import UnsupportedMaskError
@@ -176,9 +176,9 @@ def why_picked_blocks_stay_whole(
         UnsupportedMaskError: padding is on the left, and `by_sdpa` is False. Hidden states of
             padding then depend on later tokens, and the indexer reads these hidden states.
     """
-    if not any(INDEX_UPDATE in _attributes(module) for module in layer.modules()) or not has_data(
-        mask.mask
-    ):
+    if not any(
+        INDEX_UPDATE in _attribute_names(module) for module in layer.modules()
+    ) or not has_data(mask.mask):
         return None
     if mask.empty is not None and not by_sdpa:
         raise UnsupportedMaskError(
@@ -200,7 +200,7 @@ def why_picked_blocks_stay_whole(
         length - 1, length, 0, length
     )  # [B or 1, H or 1, 1, T], of the last query
     token_positions = torch.arange(length, device=last_query.device)
-    tiles = ((q0, min(q0 + SCAN, length)) for q0 in range(0, length, SCAN))
+    tiles = ((q0, min(q0 + SCAN_TILE_SIZE, length)) for q0 in range(0, length, SCAN_TILE_SIZE))
     if not bool((last_query[..., 1:] & ~last_query[..., :-1]).any()) and all(
         torch.equal(
             mask.read(q0, q1, 0, length),
@@ -215,7 +215,7 @@ def why_picked_blocks_stay_whole(
     )
 
 
-def _attributes(module: nn.Module) -> tuple[str, ...]:
+def _attribute_names(module: nn.Module) -> tuple[str, ...]:
     forward = written_forward(module)
     return forward.__code__.co_names if hasattr(forward, "__code__") else ()
 
@@ -239,6 +239,6 @@ def biases_positions(module: nn.Module) -> bool:
     therefore gets the mean over all keys instead of 0.
     """
     return any(
-        QUERY_OFFSET in _attributes(part) or DISTANCES in _parameters(part)
+        QUERY_OFFSET in _attribute_names(part) or DISTANCES in _parameters(part)
         for part in module.modules()
     )

@@ -22,7 +22,8 @@ Every (query, key) pair inside a span lies in exactly one block and counts there
 counts.
 
 cuDNN builds a graph for every new shape, for tenths of a second, and never frees the graph. So its
-blocks have few lengths, whatever the length of the sequence: multiples of `GRID`, and powers of two
+blocks have few lengths, whatever the length of the sequence: multiples of `BLOCK_LENGTH_MULTIPLE`,
+    and powers of two
 below. A remainder of fewer tokens than `Tiling.min_tokens` goes to the next kernel, which takes any
 length. Blocks of a few queries or keys do so, too, because cuDNN refuses these blocks or computes
 wrong numbers.
@@ -36,12 +37,12 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-GRID = 8192
+BLOCK_LENGTH_MULTIPLE = 8192
 # most keys of a document that began before its chunk and still joins the chunk's VARLEN call
 MAX_JOINED_KEYS = 2048
 
 
-class Kind(enum.Enum):
+class BlockKind(enum.Enum):
     """Rule for the pairs of a query and a key that count within a rectangle of the attention
     matrix. FULL: all pairs. CAUSAL: keys up to the query. BAND: keys k > q - window, for rectangles
     with all keys before all queries. WINDOW: causal within the sliding window. VARLEN: causal
@@ -56,7 +57,7 @@ class Kind(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class QueryRun:
     """Consecutive queries [q0, q1) of one row that read keys by the same rule: from k0 up to the
     query itself, or up to k1 (exclusive) if k1 is set.
 
@@ -76,7 +77,7 @@ class Run:
     k1: int | None = None
     shift: int = 0
 
-    def within(self, start: int, stop: int) -> Run:
+    def clip(self, start: int, stop: int) -> QueryRun:
         """Return the part of the run whose queries are in [start, stop), a chunk's positions."""
         if start <= self.q0 and self.q1 <= stop:
             return self
@@ -154,10 +155,10 @@ class Tiling:
 def few_lengths(length: int, min_tokens: int, max_tokens: int | None) -> Iterator[int]:
     """Yield the lengths into which `length` tokens are cut, so that few different lengths occur.
     cuDNN builds a graph for each new length. Each length is at least `min_tokens` and at most
-    `max_tokens` (a multiple of `GRID`). The lengths cover all tokens but a remainder of less than
-    `min_tokens`."""
+    `max_tokens` (a multiple of `BLOCK_LENGTH_MULTIPLE`). The lengths cover all tokens but a
+    remainder of less than `min_tokens`."""
     while length >= min_tokens:
-        size = length - length % GRID or 1 << (length.bit_length() - 1)
+        size = length - length % BLOCK_LENGTH_MULTIPLE or 1 << (length.bit_length() - 1)
         size = min(size, max_tokens or size)
         yield size
         length -= size
@@ -168,7 +169,7 @@ class Block:
     """Rectangle of the attention matrices of some rows: rows [b0, b1), queries [q0, q1), keys [k0,
     k1). All are absolute indices. One kernel call computes a block."""
 
-    kind: Kind
+    kind: BlockKind
     b0: int
     b1: int
     q0: int
@@ -183,7 +184,7 @@ class Block:
     def pairs(self) -> int:
         """Return the number of (query, key) pairs that a kernel computes for each row, including
         masked pairs, to count FLOPs."""
-        if self.kind is Kind.VARLEN:
+        if self.kind is BlockKind.VARLEN:
             steps = zip(self.cu_q, self.cu_q[1:], self.cu_k, self.cu_k[1:], strict=False)
             return sum((q1 - q0) * (k1 - k0) for q0, q1, k0, k1 in steps)
         return (self.q1 - self.q0) * (self.k1 - self.k0)
@@ -195,7 +196,7 @@ class Spans:
     one rule) of each row, and the layer's sliding window."""
 
     length: int
-    rows: tuple[tuple[Run, ...], ...]
+    rows: tuple[tuple[QueryRun, ...], ...]
     window: int | None = None
     # caches of other modules
     caches: dict[Any, Any] = dataclasses.field(
@@ -210,7 +211,7 @@ class Spans:
         A query reads all keys up to itself, or with a window the last `window` keys, itself
         included.
         """
-        return cls(length, ((Run(0, length, 0),),) * batch_size, window)
+        return cls(length, ((QueryRun(0, length, 0),),) * batch_size, window)
 
     @property
     def reads_ahead(self) -> bool:
@@ -236,9 +237,9 @@ class Spans:
             b1 = row
             first = row
             clipped = [
-                run.within(start, stop) for run in self.rows[b0] if run.q0 < stop and run.q1 > start
+                run.clip(start, stop) for run in self.rows[b0] if run.q0 < stop and run.q1 > start
             ]
-            packed = list[Run]()
+            packed = list[QueryRun]()
             if tiling.native_varlen and len(clipped) > 1:
                 causal = [run for run in clipped if run.k1 is None]
                 if len(causal) > 1 and all(
@@ -266,7 +267,7 @@ class Spans:
                 for row_index in range(b0, b1):
                     blocks.append(
                         Block(
-                            Kind.VARLEN,
+                            BlockKind.VARLEN,
                             row_index,
                             row_index + 1,
                             q0,
@@ -280,33 +281,35 @@ class Spans:
                     )
         return blocks
 
-    def _run_blocks(self, b0: int, b1: int, run: Run, tiling: Tiling) -> list[Block]:
+    def _run_blocks(self, b0: int, b1: int, run: QueryRun, tiling: Tiling) -> list[Block]:
         window = self.window
         blocks = list[Block]()
         if window is None:
             for q0, q1, query_tiling in tiling.queries(run.q0, run.q1):
                 if run.k1 is not None:
                     blocks += [
-                        Block(Kind.FULL, b0, b1, q0, q1, *keys)
+                        Block(BlockKind.FULL, b0, b1, q0, q1, *keys)
                         for keys in query_tiling.keys(run.k0, run.k1)
                     ]
                     continue
                 k0 = run.k0
                 if not query_tiling.bottom_right:
                     blocks += [
-                        Block(Kind.FULL, b0, b1, q0, q1, *keys)
+                        Block(BlockKind.FULL, b0, b1, q0, q1, *keys)
                         for keys in query_tiling.keys(k0, q0)
                     ]
                     k0 = q0
                 while query_tiling.k_block and q1 - k0 > max(query_tiling.k_block, q1 - q0):
                     stop = min(k0 + query_tiling.k_block, q0)
-                    blocks.append(Block(Kind.FULL, b0, b1, q0, q1, k0, stop))
+                    blocks.append(Block(BlockKind.FULL, b0, b1, q0, q1, k0, stop))
                     k0 = stop
-                blocks.append(Block(Kind.CAUSAL, b0, b1, q0, q1, k0, q1))
+                blocks.append(Block(BlockKind.CAUSAL, b0, b1, q0, q1, k0, q1))
             return blocks
         if tiling.native_window and run.k1 is None:
             return [
-                Block(Kind.WINDOW, b0, b1, run.q0, run.q1, self._first_key(run), run.q1, window)
+                Block(
+                    BlockKind.WINDOW, b0, b1, run.q0, run.q1, self._first_key(run), run.q1, window
+                )
             ]
         step = min((tiling.masked or tiling).q_block or window, window)
         for q0 in range(run.q0, run.q1, step):
@@ -320,13 +323,15 @@ class Spans:
                 stop = run.k1
             edge = max(run.k0, q0 - reach + 1)
             if edge < min(full, stop):
-                blocks.append(Block(Kind.BAND, b0, b1, q0, q1, edge, min(full, stop), reach))
-            blocks += [Block(Kind.FULL, b0, b1, q0, q1, *keys) for keys in tiling.keys(full, stop)]
+                blocks.append(Block(BlockKind.BAND, b0, b1, q0, q1, edge, min(full, stop), reach))
+            blocks += [
+                Block(BlockKind.FULL, b0, b1, q0, q1, *keys) for keys in tiling.keys(full, stop)
+            ]
             if run.k1 is None:
-                blocks.append(Block(Kind.CAUSAL, b0, b1, q0, q1, q0, q1))
+                blocks.append(Block(BlockKind.CAUSAL, b0, b1, q0, q1, q0, q1))
         return blocks
 
-    def _first_key(self, run: Run) -> int:
+    def _first_key(self, run: QueryRun) -> int:
         """Return the first key that the first query of a run reads: the run's first key, or the
         first key of the sliding window if that is later. A block of these queries begins at this
         key."""

@@ -17,12 +17,12 @@ try:
 except ImportError:  # a CPU build of torch comes without it
     triton = None
 
-AVAILABLE = triton is not None
-TOKENS = 32
-WARPS = 4
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+TRITON_AVAILABLE = triton is not None
+BLOCK_TOKENS = 32
+NUM_WARPS = 4
+MERGE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
-if AVAILABLE:
+if TRITON_AVAILABLE:
 
     @triton.jit
     def _kernel(  # type: ignore[no-untyped-def]
@@ -64,9 +64,9 @@ if AVAILABLE:
 def fits_triton(*tensors: Tensor) -> bool:
     """True if `merge_in_triton` supports outputs like these, [b, t, H, D]: their device, dtypes and
     layout. Otherwise `merge_in_torch` merges."""
-    if not AVAILABLE or not tensors[0].is_cuda:
+    if not TRITON_AVAILABLE or not tensors[0].is_cuda:
         return False
-    fit = all(x.is_cuda and x.dtype in DTYPES and x.stride(3) == 1 for x in tensors)
+    fit = all(x.is_cuda and x.dtype in MERGE_DTYPES and x.stride(3) == 1 for x in tensors)
     return fit and torch.cuda.get_device_capability(tensors[0].device) >= (8, 0)
 
 
@@ -74,20 +74,21 @@ def merge_in_triton(o: Tensor, lse: Tensor, part_o: Tensor, part_lse: Tensor, ou
     """Merge like `attend.merge`, in one kernel that computes in float32.
 
     Args:
-        o: [b, t, H, D] of `DTYPES`, the last dimension contiguous.
+        o: [b, t, H, D] of `MERGE_DTYPES`, the last dimension contiguous.
         lse: [b, H, t] in float32, any strides; replaced by the merged logsumexp.
-        part_o: [b, t, H, D] of `DTYPES`, the last dimension contiguous.
+        part_o: [b, t, H, D] of `MERGE_DTYPES`, the last dimension contiguous.
         part_lse: [b, H, t] in float32, any strides.
-        out: [b, t, H, D] of `DTYPES`, the last dimension contiguous; receives the result, may be o.
+        out: [b, t, H, D] of `MERGE_DTYPES`, the last dimension contiguous; receives the result, may
+            be o.
     """
     rows, length, heads, size = o.shape
     if not o.numel():
         return
     strides = [stride for x in (o, lse, part_o, part_lse, out) for stride in x.stride()[:3]]
-    grid = (triton.cdiv(length, TOKENS), heads, rows)
+    grid = (triton.cdiv(length, BLOCK_TOKENS), heads, rows)
     # Triton launches on the current device
     with torch.cuda.device(o.device) if o.is_cuda else contextlib.nullcontext():
         _kernel[grid](
             o, lse, part_o, part_lse, out, *strides, length,
-            size=size, width=triton.next_power_of_2(size), tokens=TOKENS, num_warps=WARPS,
+            size=size, width=triton.next_power_of_2(size), tokens=BLOCK_TOKENS, num_warps=NUM_WARPS,
         )  # fmt: skip

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from streambp.arguments import parsed
+from streambp.arguments import parse_command_line
 from streambp.cli.app import app
 from streambp.cli.checks import check
 from streambp.errors import StreamBPError
@@ -18,7 +18,7 @@ from streambp.launch import command as launcher
 from streambp.libraries import refuse_other_distribution
 from streambp.reporting import reason
 
-FAILED = 2
+EXIT_FAILED = 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,11 +35,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         refuse_other_distribution()
         arguments = parse(words or ["--help"])
         if isinstance(arguments, int):
-            return arguments if words else FAILED
+            return arguments if words else EXIT_FAILED
         return _run(arguments)
     except StreamBPError as error:
         print(" ".join(str(error).split()), file=sys.stderr)
-        return FAILED
+        return EXIT_FAILED
 
 
 def parse(words: Sequence[str]) -> Any:
@@ -50,7 +50,7 @@ def parse(words: Sequence[str]) -> Any:
         ConfigError: the command line is wrong.
     """
     ours, program = launcher.split(words)
-    arguments = parsed(app, ours, "streambp")
+    arguments = parse_command_line(app, ours, "streambp")
     if not isinstance(arguments, int):
         arguments.words = ours
         arguments.program = program

@@ -13,10 +13,10 @@ from typing import Annotated, Any
 import typer
 
 import streambp
-from streambp.arguments import number, one_of, size, tokens
-from streambp.launch.command import UNPATCHED
-from streambp.launch.hook import VARIABLE
-from streambp.launch.settings import Allowed, with_flags
+from streambp.arguments import choice_option, number_parser, size, tokens
+from streambp.launch.command import EXIT_UNPATCHED
+from streambp.launch.hook import SETTINGS_VARIABLE
+from streambp.launch.settings import AllowUnpatched, add_flags
 from streambp.rates import DEVICES
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
@@ -47,7 +47,7 @@ VerifiedModel = Annotated[
         help="a checkpoint's folder, or its id on the Hub; with --random a config.json too",
     ),
 ]
-Planned = Annotated[
+PlannedModel = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
@@ -58,8 +58,10 @@ Planned = Annotated[
 Trust = Annotated[
     bool, _option(MODEL, "run the Python code that comes with the model", "--trust-remote-code")
 ]
-Loaded = Annotated[Any, _option(MODEL, "dtype of the weights (auto: as stored)", **one_of(*DTYPES))]
-PlanDtype = Annotated[Any, _option(MODEL, "dtype of the weights", **one_of(*DTYPES[1:]))]
+LoadedModel = Annotated[
+    Any, _option(MODEL, "dtype of the weights (auto: as stored)", **choice_option(*DTYPES))
+]
+PlanDtype = Annotated[Any, _option(MODEL, "dtype of the weights", **choice_option(*DTYPES[1:]))]
 Device = Annotated[
     str,
     _option(MODEL, "torch's device, such as cpu or cuda (default: this machine's GPU, else cpu)"),
@@ -91,11 +93,13 @@ Saves = Annotated[
         "commas",
     ),
 ]
-Seed = Annotated[Any, _option(LENGTH, "seed of the random tokens", parser=number(0), metavar="N")]
-Padding = Annotated[
-    Any, _option(LENGTH, "tokens of padding at the start", parser=number(0), metavar="N")
+Seed = Annotated[
+    Any, _option(LENGTH, "seed of the random tokens", parser=number_parser(0), metavar="N")
 ]
-Random = Annotated[
+Padding = Annotated[
+    Any, _option(LENGTH, "tokens of padding at the start", parser=number_parser(0), metavar="N")
+]
+RandomWeights = Annotated[
     bool,
     _option(
         MODEL,
@@ -108,11 +112,11 @@ Layers = Annotated[
     _option(
         MODEL,
         "with --random, keep so many first layers (default: as many as have every kind of layer)",
-        parser=number(1),
+        parser=number_parser(1),
         metavar="N",
     ),
 ]
-Against = Annotated[
+ComparedMethods = Annotated[
     str,
     _option(
         OUTPUT,
@@ -121,8 +125,8 @@ Against = Annotated[
         metavar="METHODS",
     ),
 ]
-Top = Annotated[
-    Any, _option(OUTPUT, "parameters to list, 0 for all", parser=number(0), metavar="N")
+TopParameters = Annotated[
+    Any, _option(OUTPUT, "parameters to list, 0 for all", parser=number_parser(0), metavar="N")
 ]
 GpuMemory = Annotated[
     Any,
@@ -148,7 +152,7 @@ Reserve = Annotated[
     _option(
         MEMORY,
         "part of each GPU's memory that is kept free",
-        parser=number(0, 0.99, integers_only=False),
+        parser=number_parser(0, 0.99, integers_only=False),
         metavar="PART",
     ),
 ]
@@ -157,24 +161,30 @@ Gpus = Annotated[
     _option(
         GPUS,
         "number of GPUs (default: 1, or those that share a sequence)",
-        parser=number(1),
+        parser=number_parser(1),
         metavar="N",
     ),
 ]
 Ulysses = Annotated[
     Any,
     _option(
-        GPUS, "ranks that share each sequence by DeepSpeed Ulysses", parser=number(1), metavar="N"
+        GPUS,
+        "ranks that share each sequence by DeepSpeed Ulysses",
+        parser=number_parser(1),
+        metavar="N",
     ),
 ]
 ContextParallel = Annotated[
     Any,
     _option(
-        GPUS, "ranks that share each sequence by context parallelism", parser=number(1), metavar="N"
+        GPUS,
+        "ranks that share each sequence by context parallelism",
+        parser=number_parser(1),
+        metavar="N",
     ),
 ]
-Zero = Annotated[Any, _option(GPUS, "ZeRO stage; 3 for FSDP2 too", **one_of(0, 1, 2, 3))]
-Rows = Annotated[Any, _option(LENGTH, "rows on each GPU", parser=number(1), metavar="N")]
+Zero = Annotated[Any, _option(GPUS, "ZeRO stage; 3 for FSDP2 too", **choice_option(0, 1, 2, 3))]
+Rows = Annotated[Any, _option(LENGTH, "rows on each GPU", parser=number_parser(1), metavar="N")]
 EncoderLen = Annotated[
     Any,
     _option(
@@ -189,7 +199,7 @@ Lora = Annotated[
     _option(
         TRAINING,
         "train adapters of this rank on every Linear of the layers",
-        parser=number(1),
+        parser=number_parser(1),
         metavar="RANK",
     ),
 ]
@@ -202,12 +212,12 @@ LoraTargets = Annotated[
         metavar="NAMES",
     ),
 ]
-Full = Annotated[
+FullTraining = Annotated[
     bool,
     _option(TRAINING, "train every parameter (default: plan full training and LoRA)", "--full"),
 ]
 Bits = Annotated[
-    Any, _option(TRAINING, "bits of the frozen base weights (4 = QLoRA)", **one_of(4, 8, 16))
+    Any, _option(TRAINING, "bits of the frozen base weights (4 = QLoRA)", **choice_option(4, 8, 16))
 ]
 OptimizerBytes = Annotated[
     Any,
@@ -215,7 +225,7 @@ OptimizerBytes = Annotated[
         TRAINING,
         "optimizer state of each trained parameter: 12 is Adam with float32 weights, 16 with "
         "float32 gradients too (ZeRO-Offload), 4 Adam in bf16, 0 none",
-        parser=number(0, 1024, integers_only=False),
+        parser=number_parser(0, 1024, integers_only=False),
         metavar="BYTES",
     ),
 ]
@@ -231,7 +241,7 @@ Weights = Annotated[
         TRAINING,
         "where the layers' frozen weights live: on the GPU, in host memory (cpu), or there for as "
         "many layers as it takes to fit (auto)",
-        **one_of("device", "cpu", "auto"),
+        **choice_option("device", "cpu", "auto"),
     ),
 ]
 Accumulate = Annotated[
@@ -243,7 +253,7 @@ Accumulate = Annotated[
     ),
 ]
 Attention = Annotated[
-    Any, _option(TIME, "attention kernels on the GPU", **one_of("cudnn", "flash"))
+    Any, _option(TIME, "attention kernels on the GPU", **choice_option("cudnn", "flash"))
 ]
 Mixers = Annotated[
     Any,
@@ -251,10 +261,10 @@ Mixers = Annotated[
         TIME,
         "code of recurrent and convolutional layers: the kernels of fla, mamba_ssm and "
         "causal_conv1d, plain torch, or the kernels that are installed here",
-        **one_of("kernels", "torch", "installed"),
+        **choice_option("kernels", "torch", "installed"),
     ),
 ]
-Rated = Annotated[
+DeviceRates = Annotated[
     str | None,
     _option(
         TIME,
@@ -263,7 +273,7 @@ Rated = Annotated[
         metavar="NAME",
     ),
 ]
-Measured = Annotated[
+MeasureDevice = Annotated[
     Path | None,
     _option(
         TIME,
@@ -277,7 +287,7 @@ Kernels = Annotated[
         "code of norms, gated activations and rotary embeddings: the model's own, Liger's "
         "kernels, compiled regions, or what training takes by default: Liger's if liger-kernel is "
         "installed here (auto)",
-        **one_of("auto", "own", "liger", "compiled"),
+        **choice_option("auto", "own", "liger", "compiled"),
     ),
 ]
 NoCache = Annotated[
@@ -299,10 +309,13 @@ Modules = Annotated[
         "--modules",
     ),
 ]
-Group = Annotated[
+CompletionGroup = Annotated[
     Any,
     _option(
-        LENGTH, "plan that many completions of one prompt instead", parser=number(1), metavar="ROWS"
+        LENGTH,
+        "plan that many completions of one prompt instead",
+        parser=number_parser(1),
+        metavar="ROWS",
     ),
 ]
 Prompt = Annotated[
@@ -356,7 +369,7 @@ Epochs = Annotated[
     _option(
         LENGTH,
         "passes over --dataset",
-        parser=number(0.001, 10**6, integers_only=False),
+        parser=number_parser(0.001, 10**6, integers_only=False),
         metavar="N",
     ),
 ]
@@ -365,7 +378,7 @@ Price = Annotated[
     _option(
         LENGTH,
         "price of an hour of one GPU, for the money of --dataset",
-        parser=number(0, 10**6, integers_only=False),
+        parser=number_parser(0, 10**6, integers_only=False),
         metavar="P",
     ),
 ]
@@ -403,14 +416,14 @@ def streambp_command(
 @app.command(rich_help_panel="Before training")
 def plan(
     context: typer.Context,
-    model: Planned = "",
+    model: PlannedModel = "",
     from_file: FromFile = None,
     trust_remote_code: Trust = False,
     dtype: PlanDtype = "bfloat16",
     seq_len: Longest = "max",
     encoder_len: EncoderLen = None,
     batch_size: Rows = 1,
-    group: Group = None,
+    group: CompletionGroup = None,
     prompt: Prompt = None,
     lengths: Lengths = None,
     mean_length: MeanLength = None,
@@ -426,14 +439,14 @@ def plan(
     zero: Zero = 0,
     lora: Lora = None,
     lora_targets: LoraTargets = "",
-    full: Full = False,
+    full: FullTraining = False,
     bits: Bits = 16,
     optimizer_bytes: OptimizerBytes = 12,
     optimizer_on_host: OptimizerOnHost = False,
     weights: Weights = "auto",
     accumulate: Accumulate = False,
-    device: Rated = None,
-    measure_device: Measured = None,
+    device: DeviceRates = None,
+    measure_device: MeasureDevice = None,
     attention: Attention = "cudnn",
     mixers: Mixers = "kernels",
     kernels: Kernels = "auto",
@@ -454,18 +467,18 @@ def plan(
 def verify(
     context: typer.Context,
     model: VerifiedModel,
-    random: Random = False,
+    random: RandomWeights = False,
     layers: Layers = None,
     trust_remote_code: Trust = False,
-    dtype: Loaded = "float32",
+    dtype: LoadedModel = "float32",
     device: Device = "",
     seq_len: Length = 512,
     chunk_size: ChunkSize = None,
     saves: Saves = "",
     seed: Seed = 0,
     left_padding: Padding = 0,
-    against: Against = "",
-    top: Top = 20,
+    against: ComparedMethods = "",
+    top: TopParameters = 20,
     json: Json = False,
 ) -> SimpleNamespace:
     """Check that gradients match the unpatched model's.
@@ -481,13 +494,13 @@ def profile(
     context: typer.Context,
     model: Checkpoint,
     trust_remote_code: Trust = False,
-    dtype: Loaded = "auto",
+    dtype: LoadedModel = "auto",
     device: Device = "",
     seq_len: Length = 8192,
     chunk_size: ChunkSize = None,
     saves: Saves = "",
     offload: Annotated[
-        Any, _option(TRAINING, "place where layer inputs wait", **one_of("none", "cpu"))
+        Any, _option(TRAINING, "place where layer inputs wait", **choice_option("none", "cpu"))
     ] = "none",
     snapshot: Annotated[
         Path | None, _option(OUTPUT, "write torch's memory snapshot of the step (CUDA)")
@@ -507,18 +520,19 @@ def profile(
     options_metavar="[OPTIONS] -- COMMAND ...",
     context_settings={"allow_extra_args": True},
     help="Stream the models of any training program, unchanged: those of HF Trainer, of what is built on it, and with "
-    f"--at train of other loops. Exit code: the program's; {UNPATCHED} if it succeeded but no "
+    f"--at train of other loops. Exit code: the program's; {EXIT_UNPATCHED} if it succeeded but no "
     "model was patched.",
 )
-@with_flags
+@add_flags
 def launch(
     context: typer.Context,
-    allow_unpatched: Allowed = False,
+    allow_unpatched: AllowUnpatched = False,
     install: Annotated[
         bool,
         typer.Option(
             "--install",
-            help=f"run nothing; place a file in this environment, with which {VARIABLE}='{{...}}' suffices",
+            help=f"run nothing; place a file in this environment, with which "
+            f"{SETTINGS_VARIABLE}='{{...}}' suffices",
         ),
     ] = False,
     uninstall: Annotated[bool, typer.Option("--uninstall", help="remove that file")] = False,

@@ -16,11 +16,11 @@ from streambp.fields import short_repr
 from streambp.rates import rates_of
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")  # names on the Hub
-LONGEST_ID = 96
-LONGEST_STEP = 2**30  # maximal tokens of a step that runs
-CONFIG, ADAPTER = "config.json", "adapter_config.json"
-LAUNCH = "streambp launch --chunk-size 8k -- trl sft ..."
-EXAMPLE = "streambp plan Qwen/Qwen3-8B --gpu-memory 24GiB --lora 16"
+MAX_ID_LENGTH = 96
+MAX_STEP_TOKENS = 2**30  # maximal tokens of a step that runs
+CONFIG_FILE, ADAPTER_FILE = "config.json", "adapter_config.json"
+LAUNCH_EXAMPLE = "streambp launch --chunk-size 8k -- trl sft ..."
+PLAN_EXAMPLE = "streambp plan Qwen/Qwen3-8B --gpu-memory 24GiB --lora 16"
 
 
 def check(arguments: Any) -> None:
@@ -32,7 +32,7 @@ def check(arguments: Any) -> None:
     if arguments.command == "launch" and arguments.extra:
         raise ConfigError(
             f"{short_repr(arguments.extra[0])} is no flag of streambp launch. Write the command to "
-            f"run after --: {LAUNCH}."
+            f"run after --: {LAUNCH_EXAMPLE}."
         )
     if arguments.command == "plan":
         _check_plan(arguments)
@@ -71,20 +71,22 @@ def check_model(name: str, file: bool) -> None:
     if is_file:
         raise ConfigError(f"The model {short_repr(name)} is a file; this command needs {expected}.")
     if is_folder:
-        if (path / CONFIG).is_file():
+        if (path / CONFIG_FILE).is_file():
             return
         hint = ""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            base = str(json.loads((path / ADAPTER).read_text("utf-8"))["base_model_name_or_path"])
+            base = str(
+                json.loads((path / ADAPTER_FILE).read_text("utf-8"))["base_model_name_or_path"]
+            )
             if base:
                 hint = f" It holds an adapter of {short_repr(base)}: pass that one."
             else:
                 hint = ""
         raise ConfigError(
-            f"The model {short_repr(name)} is a folder without {CONFIG}; it must be "
+            f"The model {short_repr(name)} is a folder without {CONFIG_FILE}; it must be "
             f"{expected}.{hint}"
         )
-    if not HUB_ID.fullmatch(name) or len(name) > LONGEST_ID or name.endswith(".json"):
+    if not HUB_ID.fullmatch(name) or len(name) > MAX_ID_LENGTH or name.endswith(".json"):
         path_hint = " There is no such file or folder." if name else ""
         raise ConfigError(f"The model is {short_repr(name)}; it must be {expected}.{path_hint}")
 
@@ -111,7 +113,7 @@ def _check_plan(arguments: Any) -> None:
             missing_arguments = "MODEL"
         else:
             missing_arguments = "MODEL and --gpu-memory"
-        raise ConfigError(f"A plan needs {missing_arguments}, such as `{EXAMPLE}`.")
+        raise ConfigError(f"A plan needs {missing_arguments}, such as `{PLAN_EXAMPLE}`.")
     if arguments.full and arguments.lora is not None:
         raise ConfigError(
             "--full trains every parameter and --lora adapters alone: pass one of the two."
@@ -234,9 +236,10 @@ def _check_step(arguments: Any) -> None:
         ("--seq-len", arguments.seq_len),
         ("--chunk-size", arguments.chunk_size),
     ):
-        if length is not None and length > LONGEST_STEP:
+        if length is not None and length > MAX_STEP_TOKENS:
             raise ConfigError(
-                f"{option} is {length}; it must be at most {LONGEST_STEP:,}, since the step is run."
+                f"{option} is {length}; it must be at most {MAX_STEP_TOKENS:,}, since the step is "
+                "run."
             )
     saves = tuple(name for name in arguments.saves.split(",") if name)
     if arguments.command == "verify":

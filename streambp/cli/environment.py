@@ -12,7 +12,7 @@ import torch
 
 import streambp
 from streambp.attention.backend import choose_backend
-from streambp.device import tells_memory
+from streambp.device import reports_memory
 from streambp.offload.engines import make_engine
 from streambp.reporting import report_safely
 
@@ -21,7 +21,7 @@ PACKAGES = (
     "flash-attn",
     "flash-linear-attention", "mamba-ssm", "causal-conv1d", "axolotl", "ms-swift", "verl", "unsloth",
 )  # fmt: skip
-VARIABLES = (
+ENVIRONMENT_VARIABLES = (
     "PYTORCH_ALLOC_CONF",
     "PYTORCH_CUDA_ALLOC_CONF",
     "CUDA_VISIBLE_DEVICES",
@@ -53,7 +53,9 @@ def environment() -> dict[str, Any]:
     facts["devices"] = [
         report_safely(_device, device, otherwise=lambda why: {"error": why}) for device in devices
     ]
-    facts["environment"] = {name: os.environ[name] for name in VARIABLES if name in os.environ}
+    facts["environment"] = {
+        name: os.environ[name] for name in ENVIRONMENT_VARIABLES if name in os.environ
+    }
     return facts
 
 
@@ -67,7 +69,7 @@ def _device(device: torch.device) -> dict[str, Any]:
             map(str, getattr(module, "get_device_capability", lambda _: ())(device) or ())
         )
         parts["driver"] = torch.version.cuda or torch.version.hip or ""
-        if tells_memory(device):
+        if reports_memory(device):
             free, total = module.mem_get_info(device)
             parts["memory"] = f"{total / 2**30:.1f} GiB, {free / 2**30:.1f} GiB of it free"
         parts["allocator"] = (
@@ -98,7 +100,7 @@ def _attention(device: torch.device, dtype: torch.dtype) -> str:
     return f"{choose_backend('auto', q, v, 0.0).name} for heads of {HEAD_SIZE}"
 
 
-def as_text(facts: dict[str, Any], indent: str = "") -> str:
+def format_facts(facts: dict[str, Any], indent: str = "") -> str:
     """Return the information of `environment` as text with one line for each entry, to copy into an
     issue."""
     lines = []
@@ -106,7 +108,7 @@ def as_text(facts: dict[str, Any], indent: str = "") -> str:
         if isinstance(value, dict | list):
             lines.append(f"{indent}{name}:")
             for part in value if isinstance(value, list) else [value]:
-                lines.append(as_text(part, f"{indent}  "))
+                lines.append(format_facts(part, f"{indent}  "))
         else:
             lines.append(f"{indent}{name}: {value}")
     return "\n".join(line for line in lines if line)

@@ -10,16 +10,16 @@ import html
 import math
 from collections.abc import Sequence
 
-from streambp.planner.measure import Compared
+from streambp.planner.measure import PhaseComparison
 
 MIB = 2**20
 GIB = 2**30
-UNITS = {"GiB": GIB, "MiB": MIB}
-WIDTH = 1000  # units of the picture, which is stretched to the window
-HEIGHT = 320
-MOST_LINES = 5  # horizontal lines above zero, at most
-ROUND = (1.0, 2.0, 5.0, 10.0)  # steps of the scale, times a power of ten
-PARTS = ("forward", "backward")  # phases of layers, whose names have a number
+BYTE_UNITS = {"GiB": GIB, "MiB": MIB}
+PICTURE_WIDTH = 1000  # units of the picture, which is stretched to the window
+PICTURE_HEIGHT = 320
+MAX_GRID_LINES = 5  # horizontal lines above zero, at most
+SCALE_STEPS = (1.0, 2.0, 5.0, 10.0)  # steps of the scale, times a power of ten
+LAYER_PHASES = ("forward", "backward")  # phases of layers, whose names have a number
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1f2328; --soft: #59636e; --page: #ffffff;
@@ -57,7 +57,7 @@ th:first-child, td:first-child { text-align: left; }
 """
 
 
-def profile_page(rows: Sequence[Compared], name: str, seq_len: int, chunk_size: int) -> str:
+def profile_page(rows: Sequence[PhaseComparison], name: str, seq_len: int, chunk_size: int) -> str:
     """Return the HTML page of a step's memory, predicted and measured.
 
     Args:
@@ -72,7 +72,7 @@ def profile_page(rows: Sequence[Compared], name: str, seq_len: int, chunk_size: 
     predicted = max(rows, key=lambda row: row.predicted)
     scale = []
     for line in range(lines, -1, -1):
-        scale.append(f"<div>{step * line / UNITS[unit]:,.6g} {unit}</div>")
+        scale.append(f"<div>{step * line / BYTE_UNITS[unit]:,.6g} {unit}</div>")
     title = html.escape(f"Memory of a step: {name}")
     return "\n".join(
         [
@@ -106,14 +106,14 @@ def _axis(peak: float) -> tuple[float, int, str]:
         peak: the most bytes of any phase.
     """
     unit = "GiB" if peak >= GIB else "MiB"
-    min_step = max(peak / UNITS[unit], 1e-6) / MOST_LINES
+    min_step = max(peak / BYTE_UNITS[unit], 1e-6) / MAX_GRID_LINES
     power = 10.0 ** math.floor(math.log10(min_step))
-    times = ROUND[bisect.bisect_left(ROUND, min_step / power)]
-    step = UNITS[unit] * power * times
+    times = SCALE_STEPS[bisect.bisect_left(SCALE_STEPS, min_step / power)]
+    step = BYTE_UNITS[unit] * power * times
     return step, max(1, math.ceil(peak / step)), unit
 
 
-def _picture(rows: Sequence[Compared], top: float, lines: int) -> str:
+def _picture(rows: Sequence[PhaseComparison], top: float, lines: int) -> str:
     """Return an SVG picture of the bytes of each phase, with a line for measured and a line for
     predicted bytes.
 
@@ -122,46 +122,47 @@ def _picture(rows: Sequence[Compared], top: float, lines: int) -> str:
         top: bytes at the upper edge.
         lines: number of horizontal lines above zero.
     """
-    step = WIDTH / len(rows)
+    step = PICTURE_WIDTH / len(rows)
     parts = []
     backward = []
     for number, row in enumerate(rows):
-        if row.phase.partition(" ")[0] == PARTS[1]:
+        if row.phase.partition(" ")[0] == LAYER_PHASES[1]:
             backward.append(number)
     if backward:  # one rectangle, because the edges of neighbours would be visible
         parts.append(
             f'<rect class="band" x="{backward[0] * step:.2f}" y="0" '
-            f'width="{len(backward) * step:.2f}" height="{HEIGHT}"/>'
+            f'width="{len(backward) * step:.2f}" height="{PICTURE_HEIGHT}"/>'
         )
     for line in range(lines + 1):
-        y = HEIGHT * line / lines
-        parts.append(f'<line x1="0" x2="{WIDTH}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        y = PICTURE_HEIGHT * line / lines
+        parts.append(f'<line x1="0" x2="{PICTURE_WIDTH}" y1="{y:.1f}" y2="{y:.1f}"/>')
     for kind in ("measured", "predicted"):
         points = []
         for number, row in enumerate(rows):
-            y = HEIGHT * (1 - getattr(row, kind) / top)
+            y = PICTURE_HEIGHT * (1 - getattr(row, kind) / top)
             points.append(f"{number * step:.2f} {y:.2f} H{(number + 1) * step:.2f}")
         parts.append(f'<path class="{kind}" d="M{" L".join(points)}"/>')
     for number, row in enumerate(rows):
         parts.append(
             f'<rect class="hit" x="{number * step:.2f}" y="0" width="{step:.2f}" '
-            f'height="{HEIGHT}"><title>{html.escape(row.phase)}: measured '
+            f'height="{PICTURE_HEIGHT}"><title>{html.escape(row.phase)}: measured '
             f"{row.measured / MIB:,.1f} MiB, predicted {row.predicted / MIB:,.1f} MiB"
             "</title></rect>"
         )
     return (
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" role="img" '
+        f'<svg viewBox="0 0 {PICTURE_WIDTH} {PICTURE_HEIGHT}" preserveAspectRatio="none" '
+        'role="img" '
         f'aria-label="Memory of each phase, measured and predicted">{"".join(parts)}</svg>'
     )
 
 
-def _parts(rows: Sequence[Compared]) -> str:
+def _parts(rows: Sequence[PhaseComparison]) -> str:
     """Return the labels below the picture as HTML. Consecutive phases of the same kind, for example
     the forwards of all layers, share a label."""
     runs: list[list[str]] = []
     for row in rows:
         first = row.phase.partition(" ")[0]
-        label = first if first in PARTS else row.phase
+        label = first if first in LAYER_PHASES else row.phase
         if runs and runs[-1][0] == label:
             runs[-1].append(label)
         else:
@@ -174,7 +175,7 @@ def _parts(rows: Sequence[Compared]) -> str:
     return "".join(cells)
 
 
-def _table(rows: Sequence[Compared]) -> str:
+def _table(rows: Sequence[PhaseComparison]) -> str:
     """Return an HTML table with the predicted and the measured MiB of each phase."""
     lines = []
     for row in rows:

@@ -16,19 +16,24 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from streambp.chunks import plan_chunks
-from streambp.cli.environment import as_text, environment
+from streambp.cli.environment import environment, format_facts
 from streambp.cli.profile_page import profile_page
 from streambp.device import is_accelerator
 from streambp.errors import StreamBPError
 from streambp.fields import short_repr
-from streambp.model.positions import beyond_positions
-from streambp.planner.batches import COMPLETIONS, Batch, batches_table, padded_and_packed
-from streambp.planner.configuration import TRUST, needs_trust, read_config
+from streambp.model.positions import positions_warning
+from streambp.planner.batches import (
+    COMPLETION_TOKENS,
+    Batch,
+    batches_table,
+    predict_padded_and_packed,
+)
+from streambp.planner.configuration import TRUST_REMOTE_CODE_HINT, needs_trust, read_config
 from streambp.planner.fused_layers import fusion
 from streambp.planner.measure import compare_default, compare_step
 from streambp.planner.measure_device import measure_device
 from streambp.planner.page import page
-from streambp.planner.plan import SLOWER, Plan, plan, plan_profile
+from streambp.planner.plan import ALLOWED_SLOWDOWN, Plan, plan, plan_profile
 from streambp.planner.profile import Profile, Setting
 from streambp.planner.report import (
     as_json,
@@ -42,28 +47,28 @@ from streambp.planner.report import (
 from streambp.planner.suggestions import (
     Training,
     best_change,
-    faster,
+    faster_changes,
     profile_of,
     remedies,
+    replace_options,
     seconds_of,
-    with_options,
 )
-from streambp.planner.survey import STREAMED
+from streambp.planner.survey import STREAMED_RECIPES
 from streambp.planner.whole_run import whole_run, whole_run_text
-from streambp.rates import DEFAULT, Rates, assumed_rates, rates_of, write_rates
+from streambp.rates import DEFAULT_DEVICE, Rates, assumed_rates, rates_of, write_rates
 from streambp.reporting import reason
 from streambp.verify.compare import compare_methods
 from streambp.verify.methods import check_methods
 from streambp.verify.random_model import CutModel, random_model
 
-EXACT, NOT_EXACT = 0, 1
-FITS, DOES_NOT_FIT = 0, 1
+EXIT_EXACT, EXIT_NOT_EXACT = 0, 1
+EXIT_FITS, EXIT_DOES_NOT_FIT = 0, 1
 
 
 def run_env(arguments: Any) -> int:
     """Print versions, devices and kernels for a bug report, and return the exit code."""
     facts = environment()
-    print(as_json(facts) if arguments.json else as_text(facts), file=arguments.out)
+    print(as_json(facts) if arguments.json else format_facts(facts), file=arguments.out)
     return 0
 
 
@@ -110,7 +115,7 @@ def run_verify(arguments: Any) -> int:
     with progress(sys.stderr, "running") as on_progress:
         if arguments.random:
             on_progress("nothing yet: random weights are made", 0.0)
-            small_model = _random(arguments)
+            small_model = _random_model(arguments)
             model = small_model.model
             notes.append(small_model.note())
         else:
@@ -131,10 +136,10 @@ def run_verify(arguments: Any) -> int:
         print(as_json(fields), file=arguments.out)
     else:
         print(result.table(arguments.top), file=arguments.out)
-    return EXACT if verification.exact else NOT_EXACT
+    return EXIT_EXACT if verification.exact else EXIT_NOT_EXACT
 
 
-def _random(arguments: Any) -> CutModel:
+def _random_model(arguments: Any) -> CutModel:
     """Return the model of `streambp verify --random`: first layers of a configuration, with random
     weights."""
     dtype = None if arguments.dtype == "auto" else getattr(torch, arguments.dtype)
@@ -147,7 +152,7 @@ def run_plan(arguments: Any) -> int:
     exit code: 0 if a plan fits, otherwise 1."""
     rates = _rates(arguments)
     if not arguments.model:
-        return FITS
+        return EXIT_FITS
     setting = Setting(
         gpus=max(arguments.ulysses, arguments.context_parallel)
         if arguments.gpus is None
@@ -193,7 +198,7 @@ def run_plan(arguments: Any) -> int:
         ways = []
         for batch in batches:
             ways.append(
-                padded_and_packed(
+                predict_padded_and_packed(
                     base_plan.profile, batch, base_plan.memory, base_plan.setting, base_plan.rates
                 )
             )
@@ -202,8 +207,8 @@ def run_plan(arguments: Any) -> int:
             file=arguments.out,
         )
         if all(packed.fits for _, packed in ways):
-            return FITS
-        return DOES_NOT_FIT
+            return EXIT_FITS
+        return EXIT_DOES_NOT_FIT
     cost = None
     if arguments.dataset is not None:
         cost = whole_run(base_plan, arguments.dataset, arguments.epochs or 1.0, arguments.price)
@@ -218,8 +223,8 @@ def run_plan(arguments: Any) -> int:
         print(plan_table(base_plan, arguments.modules, width, notes), file=arguments.out)
         if cost is not None:
             print(f"\n{whole_run_text(cost, base_plan.seq_len)}", file=arguments.out)
-        _print_what_fits(arguments, base_plan, training, counted)
-    return FITS if base_plan.choice is not None else DOES_NOT_FIT
+        _print_alternatives(arguments, base_plan, training, counted)
+    return EXIT_FITS if base_plan.choice is not None else EXIT_DOES_NOT_FIT
 
 
 def _notes(
@@ -237,14 +242,14 @@ def _notes(
     """
     lines = [arguments.from_text] if arguments.from_text else []
     config = read_config(arguments.model, arguments.trust_remote_code)
-    warning = beyond_positions(config, base_plan.seq_len)
+    warning = positions_warning(config, base_plan.seq_len)
     if warning is not None:
         lines.append(f"Warning: {warning}")
-    lines += _in_decimal_units(arguments.gpu_memory)
+    lines += _decimal_units_note(arguments.gpu_memory)
     liger_missing = arguments.kernels == "auto" and fusion("auto", "cuda") is None
     if base_plan.choice is None or arguments.json or not liger_missing:
         return lines
-    names = (STREAMED[0].name, base_plan.choice.method)
+    names = (STREAMED_RECIPES[0].name, base_plan.choice.method)
     with contextlib.suppress(StreamBPError):  # a note must not end the plan
         profile = counted(
             lora=training.lora, bits=training.bits, with_liger=True, methods=names,
@@ -253,7 +258,7 @@ def _notes(
         liger = plan_profile(
             profile, base_plan.seq_len, base_plan.memory, base_plan.setting, base_plan.rates
         )
-        if seconds_of(liger) <= (1 - SLOWER) * seconds_of(base_plan):
+        if seconds_of(liger) <= (1 - ALLOWED_SLOWDOWN) * seconds_of(base_plan):
             lines.append(
                 f"With liger-kernel, which is not installed here: {duration(seconds_of(liger))} a "
                 "step, if Liger supports the model (pip install liger-kernel)"
@@ -261,7 +266,7 @@ def _notes(
     return lines
 
 
-def _in_decimal_units(gpu_memory: int) -> list[str]:
+def _decimal_units_note(gpu_memory: int) -> list[str]:
     """Return a note if `gpu_memory` is a whole number of GB (10^9 bytes), else []. A GPU is sold by
     the same number, and has more memory."""
     number, remainder = divmod(gpu_memory, 10**9)
@@ -273,7 +278,7 @@ def _in_decimal_units(gpu_memory: int) -> list[str]:
     ]
 
 
-def _print_what_fits(
+def _print_alternatives(
     arguments: Any, base_plan: Plan, training: Training, counted: Callable[..., Plan]
 ) -> None:
     """Print the commands of other plans: if this plan does not fit, of plans that fit; otherwise of
@@ -296,7 +301,7 @@ def _print_what_fits(
     if base_plan.choice is None:
         other_plans = list(remedies(base_plan, arguments.seq_len, training, count))
     else:
-        other_plans = list(faster(base_plan, training, count))
+        other_plans = list(faster_changes(base_plan, training, count))
         if training == Training() and not arguments.full:
             how = next(training.smaller())
             profile = profile_of(how, count)
@@ -309,7 +314,7 @@ def _print_what_fits(
         return
     commands = []
     for remedy in other_plans:
-        commands.append(shlex.join(["streambp", *with_options(arguments.words, remedy.options)]))
+        commands.append(shlex.join(["streambp", *replace_options(arguments.words, remedy.options)]))
     print("\n".join(remedies_table(base_plan, other_plans, commands)), file=arguments.out)
 
 
@@ -331,7 +336,7 @@ def _batches(arguments: Any) -> list[Batch]:
     rows = arguments.batch_size
     if arguments.group is not None:
         prompt = arguments.prompt
-        completions = COMPLETIONS if row == "max" else (row - prompt,)
+        completions = COMPLETION_TOKENS if row == "max" else (row - prompt,)
         return [
             Batch((prompt + completion,) * arguments.group, prompt) for completion in completions
         ]
@@ -352,7 +357,7 @@ def _rates(arguments: Any) -> Rates:
     if arguments.measure_device is None:
         if arguments.device is None and arguments.gpu_memory is not None:
             return assumed_rates(arguments.gpu_memory)
-        return rates_of(arguments.device or DEFAULT)
+        return rates_of(arguments.device or DEFAULT_DEVICE)
     rates = measure_device(_accelerator() or "cpu")
     write_rates(rates, arguments.measure_device)
     print(
@@ -428,7 +433,7 @@ def run_profile(arguments: Any) -> int:
             *([] if default is None else [default_table(*default)]),
         ]
         print("\n\n".join(tables), file=arguments.out)
-    return FITS
+    return EXIT_FITS
 
 
 def _load(arguments: Any) -> PreTrainedModel:
@@ -444,7 +449,7 @@ def _load(arguments: Any) -> PreTrainedModel:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # transformers' code may raise anything for such files
-        advice = f"{TRUST} " if needs_trust(error) else ""
+        advice = f"{TRUST_REMOTE_CODE_HINT} " if needs_trust(error) else ""
         raise StreamBPError(
             f"{short_repr(name)} could not be loaded as a causal language model ({reason(error)}). "
             f"{advice}Pass the folder that save_pretrained wrote, or an id on the Hub that this "

@@ -14,21 +14,21 @@ from typing import Any
 
 from streambp.errors import ConfigError
 from streambp.fields import short_repr
-from streambp.libraries import required
+from streambp.libraries import require_library
 
 MODEL_KEYS = ("model_name_or_path", "base_model", "model_name")
-NUMBERS = {
+NUMBER_KEYS = {
     "seq_len": ("max_length", "max_seq_length", "sequence_len", "cutoff_len"),
     "batch_size": ("per_device_train_batch_size", "micro_batch_size"),
     "gpus": ("num_processes",),
     "ulysses": ("sequence_parallel_degree",),
     "context_parallel": ("context_parallel_size",),
 }
-RANK = ("lora_r", "lora_rank", "r")
-TARGETS = ("lora_target_modules", "target_modules")
-EVERY_LINEAR = ("all-linear", "all")
-FOUR, EIGHT = "load_in_4bit", "load_in_8bit"
-TRAININGS = ("--full", "--lora", "--bits")
+RANK_KEYS = ("lora_r", "lora_rank", "r")
+TARGET_KEYS = ("lora_target_modules", "target_modules")
+ALL_LINEARS = ("all-linear", "all")
+FOUR_BIT_KEY, EIGHT_BIT_KEY = "load_in_4bit", "load_in_8bit"
+TRAINING_OPTIONS = ("--full", "--lora", "--bits")
 
 
 def apply_files(arguments: Any) -> None:
@@ -46,7 +46,7 @@ def apply_files(arguments: Any) -> None:
     given_options = set()
     for word in arguments.words:
         given_options.add(word.partition("=")[0])
-    if given_options & set(TRAININGS):
+    if given_options & set(TRAINING_OPTIONS):
         for name in ("full", "lora", "bits", "lora_targets"):
             options.pop(name, None)
     words: list[str] = []
@@ -75,7 +75,7 @@ def read(file: Path) -> Mapping[str, Any]:
         if file.suffix == ".json":
             content = json.loads(text)
         else:
-            with required("yaml"):
+            with require_library("yaml"):
                 yaml = importlib.import_module("yaml")
             try:
                 content = yaml.safe_load(text)
@@ -109,7 +109,7 @@ def options_of(keys: Mapping[str, Any], file: Path) -> dict[str, Any]:
     for key in MODEL_KEYS:
         if keys.get(key):
             options["model"] = str(keys[key])
-    for name, names in NUMBERS.items():
+    for name, names in NUMBER_KEYS.items():
         value = first_number(keys, names, file)
         if value is not None:
             options[name] = value
@@ -161,15 +161,15 @@ def training_of(keys: Mapping[str, Any], file: Path) -> dict[str, Any]:
             return {"full": True}
         return {}
     within = {**keys, **section_of(keys, "peft_config", file)}
-    options: dict[str, Any] = {"lora": first_number(within, RANK, file) or 16}
-    targets = within.get(TARGETS[0]) or within.get(TARGETS[1])
-    if isinstance(targets, str) and targets not in EVERY_LINEAR:
+    options: dict[str, Any] = {"lora": first_number(within, RANK_KEYS, file) or 16}
+    targets = within.get(TARGET_KEYS[0]) or within.get(TARGET_KEYS[1])
+    if isinstance(targets, str) and targets not in ALL_LINEARS:
         targets = [targets]
-    if isinstance(targets, list) and not set(targets) & set(EVERY_LINEAR):
+    if isinstance(targets, list) and not set(targets) & set(ALL_LINEARS):
         options["lora_targets"] = ",".join(map(str, targets))
-    if keys.get(FOUR) or adapter == "qlora":
+    if keys.get(FOUR_BIT_KEY) or adapter == "qlora":
         options["bits"] = 4
-    elif keys.get(EIGHT):
+    elif keys.get(EIGHT_BIT_KEY):
         options["bits"] = 8
     return options
 

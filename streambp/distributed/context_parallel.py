@@ -3,7 +3,8 @@ step.
 
 `torch.distributed.tensor.experimental.context_parallel` replaces `scaled_dot_product_attention` by
 a closure. Streamed attention does not call the closure, but reads the process group and the order
-of the shards from it. Streamed layers gather keys and values themselves (`sharded/gathered.py`).
+of the shards from it. Streamed layers gather keys and values themselves
+(`sharded/gathered_keys.py`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 
-from streambp.distributed.ulysses import SplitOver
+from streambp.distributed.ulysses import SplitGroup
 from streambp.errors import UnsupportedModelError
 from streambp.known_names import (
     CONTEXT_PARALLEL,
@@ -24,7 +25,7 @@ from streambp.known_names import (
 )
 
 
-def replaced_attention() -> Any:
+def attention_key() -> Any:
     """Return a hashable key for the present `torch.nn.functional.scaled_dot_product_attention`, so
     that a caller can detect by a changed key that the function was replaced. A layer's attention is
     then examined again.
@@ -39,9 +40,9 @@ def replaced_attention() -> Any:
     return id(function)
 
 
-def find_context_parallel() -> SplitOver | None:
+def find_context_parallel() -> SplitGroup | None:
     """Return the process group of torch's `context_parallel` and the order of its shards
-    (`SplitOver`); None if no `context_parallel` is active now.
+    (`SplitGroup`); None if no `context_parallel` is active now.
 
     Raises:
         UnsupportedModelError: context parallelism is active, but its device mesh is not where torch
@@ -53,7 +54,7 @@ def find_context_parallel() -> SplitOver | None:
     try:
         mesh = inspect.getclosurevars(function).nonlocals[CONTEXT_PARALLEL_MESH]
         options = function.__globals__[CONTEXT_PARALLEL_OPTIONS]
-        return SplitOver(mesh.get_group(), bool(getattr(options, CONTEXT_PARALLEL_BALANCED)))
+        return SplitGroup(mesh.get_group(), bool(getattr(options, CONTEXT_PARALLEL_BALANCED)))
     except (AttributeError, KeyError, TypeError, RuntimeError) as error:
         raise UnsupportedModelError(
             "torch's context parallelism splits the sequence over ranks, but streambp did not "

@@ -50,17 +50,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from streambp.instance_forward import is_fsdp_unit
 from streambp.known_names import (
-    DROPS_MASKS,
-    ENGINES,
+    ENGINE_PACKAGES,
     FLAT_PARAMETER,
     FSDP_GATHERS,
     FSDP_GROUPS,
     FULL_SHAPE,
     GRADIENT_HOOKED,
+    LOCAL_SHARD,
+    MASK_DROPPING_HOOKS,
     MODULE_HOOKS,
     MODULE_TABLES,
-    PARTITIONED,
-    SHARD_HERE,
+    PARTITION_ID,
     Z3_LEAF,
     ZERO_GROUP,
 )
@@ -69,7 +69,7 @@ from streambp.known_names import (
 def is_partitioned(parameter: Tensor) -> bool:
     """True if DeepSpeed's ZeRO-3 partitions this parameter [...] over ranks, also while the
     parameter is gathered."""
-    return hasattr(parameter, PARTITIONED)
+    return hasattr(parameter, PARTITION_ID)
 
 
 def full_shape(parameter: Tensor) -> torch.Size:
@@ -93,7 +93,7 @@ def gradient_bytes(parameter: Tensor) -> int:
     """
     if is_partitioned(parameter):
         return 0
-    shard: Tensor = getattr(parameter, SHARD_HERE, parameter)
+    shard: Tensor = getattr(parameter, LOCAL_SHARD, parameter)
     return shard.nbytes
 
 
@@ -106,7 +106,7 @@ def differentiable_input(layer: nn.Module, args: Any, kwargs: Any) -> Any:
         layer: the decoder layer.
         args, kwargs: the arguments of its forward.
     """
-    if ENGINES[0] not in sys.modules or not any(map(is_partitioned, layer.parameters())):
+    if ENGINE_PACKAGES[0] not in sys.modules or not any(map(is_partitioned, layer.parameters())):
         return None
     kwargs = dict(kwargs)
     hidden_states: Tensor
@@ -171,7 +171,7 @@ def engine_of_parameter(parameter: Tensor) -> str | None:
     return None
 
 
-def reduces_later(parameter: Tensor) -> str | None:
+def late_reducing_engine(parameter: Tensor) -> str | None:
     """Return the name, for messages, of the engine that reduces the gradient of a parameter [...]
     over ranks only after the parameter's post-accumulate-grad hooks have run. None if no engine
     does. An optimizer step inside such a hook would read unreduced gradients.
@@ -219,7 +219,7 @@ def engine_ownership(module: nn.Module) -> EngineOwnership:
     weights = any(map(is_fsdp_unit, one_of_each_class.values()))
     gradients = False
     for parameter in parameters:
-        if hasattr(parameter, PARTITIONED) or isinstance(parameter, DTensor):
+        if hasattr(parameter, PARTITION_ID) or isinstance(parameter, DTensor):
             weights = True
         gradients = gradients or hasattr(parameter, GRADIENT_HOOKED)
     return EngineOwnership(weights, weights or gradients)
@@ -240,7 +240,7 @@ def engine_hooks(layer: nn.Module) -> list[dict[int, Any]]:
 
 
 @contextlib.contextmanager
-def engine_hooks_silenced(tables: list[dict[int, Any]]) -> Iterator[None]:
+def silence_engine_hooks(tables: list[dict[int, Any]]) -> Iterator[None]:
     """Context manager in which the modules inside a layer have no hooks of DeepSpeed and
     accelerate. Otherwise hooks would gather or reduce once for each chunk. Hooks of other owners
     still run.
@@ -330,7 +330,7 @@ def drops_masks(hook: Callable[..., Any]) -> bool:
     The hook replaces the mask by None, because torch's ring attention supports causal masks alone.
     Streamed layers use the model's own mask.
     """
-    return getattr(hook, "__qualname__", "").startswith(f"{DROPS_MASKS}.")
+    return getattr(hook, "__qualname__", "").startswith(f"{MASK_DROPPING_HOOKS}.")
 
 
 def belongs_to_engine(hook: Callable[..., Any]) -> bool:
@@ -339,7 +339,8 @@ def belongs_to_engine(hook: Callable[..., Any]) -> bool:
     owner = getattr(hook, "func", hook)
     return (
         drops_masks(hook)
-        or (getattr(owner, "__module__", None) or type(owner).__module__).split(".")[0] in ENGINES
+        or (getattr(owner, "__module__", None) or type(owner).__module__).split(".")[0]
+        in ENGINE_PACKAGES
     )
 
 
@@ -364,7 +365,7 @@ def must_agree(module: nn.Module) -> bool:
     )
 
 
-def everyones_numbers(
+def gather_numbers(
     module: nn.Module, numbers: Sequence[int], device: torch.device
 ) -> list[list[int]]:
     """Gather a few ints from each rank, so that all ranks can take the same decision, and return

@@ -21,7 +21,7 @@ from streambp.known_names import (
     ZERO_OPTIMIZERS,
 )
 
-STATES = 2  # states of an optimizer that does not exist yet; Adam has two
+OPTIMIZER_STATES = 2  # states of an optimizer that does not exist yet; Adam has two
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +56,9 @@ def engine_host_use(model: nn.Module) -> HostUse:
     if shards:
         gradients = _bytes(p.grad for p in shards if p.grad is not None)
         trained = _bytes(p for p in shards if p.requires_grad)
-        return HostUse(parameters=_bytes(shards), to_come=(1 + STATES) * trained - gradients)
+        return HostUse(
+            parameters=_bytes(shards), to_come=(1 + OPTIMIZER_STATES) * trained - gradients
+        )
     zero = _zero_optimizer(model)
     partitioned: list[Tensor] = []
     if getattr(zero, OFFLOADS_PARAMETERS, False):

@@ -13,11 +13,16 @@ from typing import Any
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from streambp.errors import UnsupportedModelError
-from streambp.known_names import ENGINES, ULYSSES_ATTENTION, ULYSSES_GROUP, ULYSSES_NOT_IN_EVAL
+from streambp.known_names import (
+    ENGINE_PACKAGES,
+    ULYSSES_ATTENTION,
+    ULYSSES_GROUP,
+    ULYSSES_NOT_IN_EVAL,
+)
 
 
 @dataclasses.dataclass(frozen=True)
-class SplitOver:
+class SplitGroup:
     """The process group over which each sequence is split (DeepSpeed Ulysses, torch's context
     parallelism), and the order of the parts.
 
@@ -34,7 +39,7 @@ class SplitOver:
     disable_in_eval: bool = False
 
 
-def find_ulysses(implementation: str | None) -> SplitOver | None:
+def find_ulysses(implementation: str | None) -> SplitGroup | None:
     """Return the process group that DeepSpeed's `UlyssesSPAttentionHF.register_with_transformers`
     has set up for an attention implementation. None if the method was not called for this
     implementation.
@@ -47,11 +52,11 @@ def find_ulysses(implementation: str | None) -> SplitOver | None:
             where DeepSpeed 0.19 stores it.
     """
     function = ALL_ATTENTION_FUNCTIONS.get(implementation or "sdpa")
-    if not (getattr(function, "__module__", None) or "").startswith(ENGINES):
+    if not (getattr(function, "__module__", None) or "").startswith(ENGINE_PACKAGES):
         return None
     for value in inspect.getclosurevars(inspect.unwrap(function)).nonlocals.values():
         if hasattr(value, ULYSSES_GROUP) and hasattr(value, ULYSSES_ATTENTION):
-            return SplitOver(
+            return SplitGroup(
                 getattr(value, ULYSSES_GROUP), None, getattr(value, ULYSSES_NOT_IN_EVAL, False)
             )
     raise UnsupportedModelError(

@@ -14,11 +14,11 @@ from typing import Any
 
 from torch import nn
 
-from streambp.known_names import READ_ALWAYS
+from streambp.known_names import ATTENTION_ATTRIBUTES
 
 # Read by torch for every module, or by streamed attention.
-ALWAYS = ("forward", "training", *READ_ALWAYS)
-DEPTH = 2  # levels of called functions that are searched, below a module's methods
+ALWAYS_READ_ATTRIBUTES = ("forward", "training", *ATTENTION_ATTRIBUTES)
+MAX_CALL_DEPTH = 2  # levels of called functions that are searched, below a module's methods
 
 
 def names_read(modules: Iterable[nn.Module], hooks: Iterable[Any]) -> set[str]:
@@ -29,15 +29,15 @@ def names_read(modules: Iterable[nn.Module], hooks: Iterable[Any]) -> set[str]:
         modules: modules whose methods, and functions among whose attributes, are searched.
         hooks: module hooks, searched as well.
     """
-    names: set[str] = set(ALWAYS)
+    names: set[str] = set(ALWAYS_READ_ATTRIBUTES)
     visited: set[int] = set()
     classes: set[type] = set()
     for module in modules:
         classes |= {base for base in type(module).__mro__ if base not in (nn.Module, object)}
-        _collect(list(module.__dict__.values()), names, visited, DEPTH)
+        _collect(list(module.__dict__.values()), names, visited, MAX_CALL_DEPTH)
     for base in classes:
-        _collect(list(vars(base).values()), names, visited, DEPTH)
-    _collect(hooks, names, visited, DEPTH)
+        _collect(list(vars(base).values()), names, visited, MAX_CALL_DEPTH)
+    _collect(hooks, names, visited, MAX_CALL_DEPTH)
     return names
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import nn
 
-WIDE = 64  # recorded plain values of a long container, counted from its end
-LONG = 20_000  # largest length of a container whose entries are all restored
-GONE = object()
+MAX_RECORDED_VALUES = 64  # recorded plain values of a long container, counted from its end
+MAX_RESTORED_LENGTH = 20_000  # largest length of a container whose entries are all restored
+MISSING_ENTRY = object()
 Content = dict[Any, Any]
 
 
@@ -50,19 +50,23 @@ class Holder:
         for key in current.keys() - self.content.keys():
             self._delete(key)
         for key, value in self.content.items():
-            if current.get(key, GONE) is not value:
+            if current.get(key, MISSING_ENTRY) is not value:
                 self._write(key, value)
 
 
-class Entries(Holder):
+class EntryHolder(Holder):
     """Holder of a list, a deque or a set, with a record of its entries. A list or deque of more
-    than `LONG` entries is restored only by removing appended entries."""
+    than `MAX_RESTORED_LENGTH` entries is restored only by removing appended entries."""
 
     def __init__(self, owner: Any) -> None:
         self.owner = owner
         self.length = len(owner)
-        self.short = self.length <= LONG or isinstance(owner, set)
-        tail = list(owner) if self.short else list(itertools.islice(reversed(owner), WIDE))[::-1]
+        self.short = self.length <= MAX_RESTORED_LENGTH or isinstance(owner, set)
+        tail = (
+            list(owner)
+            if self.short
+            else list(itertools.islice(reversed(owner), MAX_RECORDED_VALUES))[::-1]
+        )
         start = self.length - len(tail)
         self.content = {start + index: value for index, value in enumerate(tail)}
 
@@ -75,7 +79,7 @@ class Entries(Holder):
             return
         current = list(self.owner)
         recorded = list(self.content.values())
-        if len(current) != len(recorded) or any(map(_is_not, current, recorded)):
+        if len(current) != len(recorded) or any(map(_is_replaced, current, recorded)):
             self.owner.clear()
             if isinstance(self.owner, set):
                 self.owner.update(recorded)
@@ -83,7 +87,7 @@ class Entries(Holder):
                 self.owner.extend(recorded)
 
 
-def _is_not(current: Any, recorded: Any) -> bool:
+def _is_replaced(current: Any, recorded: Any) -> bool:
     return current is not recorded
 
 
@@ -129,8 +133,8 @@ def value_of_context(variable: contextvars.ContextVar[Any]) -> Holder:
     """Return a `Holder` that records and restores the value of a context variable."""
 
     def read() -> Content:
-        value = variable.get(GONE)
-        return {} if value is GONE else {"": value}
+        value = variable.get(MISSING_ENTRY)
+        return {} if value is MISSING_ENTRY else {"": value}
 
     def write(_: Any, value: Any) -> None:
         variable.set(value)

@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from streambp.device import has_data
 from streambp.distributed.engines import belongs_to_engine
 from streambp.fingerprint.observed_values import leaves, name_of, version_of
-from streambp.known_names import ALORA_OFFSETS, FOR_ONE_FORWARD, MODULE_HOOKS, UNSEEN_WRITES
+from streambp.known_names import ALORA_OFFSETS, MODULE_HOOKS, PEFT_FORWARD_ARGUMENTS, UNSEEN_WRITES
 from streambp.tensors import tensors_in
 
 # module name in the layer, kind of hook, hook name, number among equal ones
 HookKey = tuple[str, str, str, int]
-SORTS = dict(
+HOOK_KINDS = dict(
     zip(
         MODULE_HOOKS,
         ("forward hook", "forward pre-hook", "backward hook", "backward pre-hook"),
@@ -37,7 +37,7 @@ SORTS = dict(
 
 
 @dataclasses.dataclass(eq=False)
-class Hooks:
+class HookSnapshot:
     """Snapshot of the module hooks inside a layer. Hooks of DeepSpeed and accelerate are left out.
 
     Attributes:
@@ -79,7 +79,7 @@ class Hooks:
 
     def differences(
         self,
-        previous: Hooks,
+        previous: HookSnapshot,
         modifying_hooks: AbstractSet[HookKey],
         ignored: set[tuple[HookKey, str]],
     ) -> list[str]:
@@ -99,14 +99,14 @@ class Hooks:
             ) in ignored:
                 continue
             if key not in self.locations:
-                texts.append(f"{described(key)} is gone")
+                texts.append(f"{describe_hook(key)} is gone")
             elif (key, leaf) not in self.exact:
-                texts.append(f"{described(key)}: {leaf or 'its code'} is gone")
+                texts.append(f"{describe_hook(key)}: {leaf or 'its code'} is gone")
             elif self.exact[key, leaf] != exact:
                 value = self.exact[key, leaf]
                 repr_is_equal = repr(value) == repr(exact)
                 texts.append(
-                    f"{described(key)}: {leaf} "
+                    f"{describe_hook(key)}: {leaf} "
                     + ("is another" if repr_is_equal else f"was {exact!r} and is {value!r}")
                 )
         return list(dict.fromkeys(texts))
@@ -129,7 +129,7 @@ def base_of(leaf: str) -> str:
     return leaf.partition("[")[0]
 
 
-def described(key: HookKey) -> str:
+def describe_hook(key: HookKey) -> str:
     """Return a hook's description for messages, such as "the forward hook double (model.py:12) of
     self_attn"."""
     path, sort, name, number = key
@@ -140,8 +140,8 @@ def hooks_of(
     tables: list[dict[int, Any]],
     modules: dict[str, nn.Module],
     ignored: set[tuple[HookKey, str]],
-    latest: Hooks | None,
-) -> Hooks:
+    latest: HookSnapshot | None,
+) -> HookSnapshot:
     """Return a snapshot of the hooks on the modules inside a layer; the object `latest` itself if
     no hook has changed.
 
@@ -152,11 +152,11 @@ def hooks_of(
         latest: the hooks of the previous snapshot; None: there is no previous snapshot.
     """
     if not any(tables):
-        return latest if latest is not None and not latest.ids else Hooks([])
+        return latest if latest is not None and not latest.ids else HookSnapshot([])
     ids = [number for table in filter(None, tables) for number in table]
     if latest is not None and latest.ids == ids and not latest.locations:
         return latest
-    snapshot = Hooks(ids)
+    snapshot = HookSnapshot(ids)
     paths = list(modules)
     kinds = []
     for index, table in enumerate(tables):
@@ -165,12 +165,12 @@ def hooks_of(
                 continue
             path, sort = (
                 paths[1 + index // len(MODULE_HOOKS)],
-                SORTS[MODULE_HOOKS[index % len(MODULE_HOOKS)]],
+                HOOK_KINDS[MODULE_HOOKS[index % len(MODULE_HOOKS)]],
             )
             peft = isinstance(hook, functools.partial) and getattr(
                 hook.func, "__module__", ""
             ).startswith("peft.")
-            if peft and any(keyword in FOR_ONE_FORWARD for keyword in hook.keywords):
+            if peft and any(keyword in PEFT_FORWARD_ARGUMENTS for keyword in hook.keywords):
                 snapshot.routing.append((modules[path], hook))
                 continue
             name = short_name(hook)
@@ -193,7 +193,7 @@ def hooks_of(
 
 
 @contextlib.contextmanager
-def watching(hooks: Hooks) -> Iterator[set[HookKey]]:
+def watch_hooks(hooks: HookSnapshot) -> Iterator[set[HookKey]]:
     """Context manager that yields a set of hook keys. The set is empty at first, and receives the
     key of each forward hook or forward pre-hook that modifies its inputs or outputs when it runs.
 
@@ -205,17 +205,17 @@ def watching(hooks: Hooks) -> Iterator[set[HookKey]]:
     for key, (table, number) in hooks.locations.items():
         if number in table and "forward" in key[1]:
             hook = table[number]
-            table[number] = _Watched(key, hook, modifying_hooks)
+            table[number] = _WatchedHook(key, hook, modifying_hooks)
             watched.append((table, number, hook))
     try:
         yield modifying_hooks
     finally:
         for table, number, hook in watched:
-            if isinstance(table.get(number), _Watched):  # the hook may have removed itself
+            if isinstance(table.get(number), _WatchedHook):  # the hook may have removed itself
                 table[number] = hook
 
 
-class _Watched:
+class _WatchedHook:
     """Wrapper of a forward hook, which adds the hook's key to the set `modifying_hooks` once the
     hook modifies a value."""
 
@@ -244,10 +244,10 @@ class _Watched:
         return result
 
 
-def unwatched(hook: Any) -> Any:
-    """Return the original hook if this is the wrapper that `watching` puts around a hook; otherwise
-    the hook itself."""
-    return hook.hook if isinstance(hook, _Watched) else hook
+def unwrap_hook(hook: Any) -> Any:
+    """Return the original hook if this is the wrapper that `watch_hooks` puts around a hook;
+    otherwise the hook itself."""
+    return hook.hook if isinstance(hook, _WatchedHook) else hook
 
 
 def _equal(x: Tensor, y: Tensor) -> bool:

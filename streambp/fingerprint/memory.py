@@ -8,8 +8,9 @@ transformers and similar libraries are left out: these libraries store nothing o
 may store values in parameters, and as attributes of a model's config and of a parameter, so these
 are included.
 
-The search visits at most `MOST` objects, nearest first, and the last `WIDE` plain values of a
-container. If a container has more than `LONG` entries, only its last `WIDE` entries are visited.
+The search visits at most `MAX_VISITED_OBJECTS` objects, nearest first, and the last
+`MAX_RECORDED_VALUES` plain values of a container. If a container has more than
+`MAX_RESTORED_LENGTH` entries, only its last `MAX_RECORDED_VALUES` entries are visited.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedConfig
 
 from streambp.fingerprint.holders import (
-    GONE,
-    LONG,
-    WIDE,
+    MAX_RECORDED_VALUES,
+    MAX_RESTORED_LENGTH,
+    MISSING_ENTRY,
     Content,
-    Entries,
+    EntryHolder,
     Holder,
     attributes_of,
     attributes_of_class,
@@ -54,22 +55,22 @@ from streambp.fingerprint.holders import (
     value_of_context,
 )
 from streambp.fingerprint.observed_values import name_of
-from streambp.fingerprint.snapshots import THEIRS, TORCHS, Generator
+from streambp.fingerprint.snapshots import ENGINE_ATTRIBUTES, TORCH_ATTRIBUTES, Generator
 from streambp.foreign import home_of, wrapped_functions
-from streambp.instance_forward import InstanceForward, Unbound
+from streambp.instance_forward import InstanceForward, UnboundForward
 from streambp.known_names import MODULES_ARE_HARMLESS, OBJECTS_ARE_KNOWN
 from streambp.tensors import tensors_in
 
-MOST = 4000
-PATIENCE = 0.2  # seconds before a live tensor counts as stored
-CONTAINERS = (list, set, dict, deque)
-PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
-ARRAYS = (Tensor, np.ndarray)
-MEMORY = (memoryview, ctypes.Array, ctypes.Structure, ctypes._SimpleCData)
-NUMBERS = (bool, int, float, complex, np.generic)
-ENGINES = ("ds_", "_")  # attributes of parameters that engines change
+MAX_VISITED_OBJECTS = 4000
+MAX_WAIT_SECONDS = 0.2  # seconds before a live tensor counts as stored
+CONTAINER_TYPES = (list, set, dict, deque)
+PLAIN_TYPES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+ARRAY_TYPES = (Tensor, np.ndarray)
+BUFFER_TYPES = (memoryview, ctypes.Array, ctypes.Structure, ctypes._SimpleCData)
+NUMBER_TYPES = (bool, int, float, complex, np.generic)
+ENGINE_ATTRIBUTE_PREFIXES = ("ds_", "_")  # attributes of parameters that engines change
 # The standard library's classes in which programs store values.
-HOLDERS = (
+HOLDER_TYPES = (
     types.SimpleNamespace,
     threading.local,
     collections.ChainMap,
@@ -79,25 +80,30 @@ HOLDERS = (
     queue.LifoQueue,
     queue.PriorityQueue,
 )
-WEAK_HOLDERS = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary)
-HOLDS = frozenset(kind.__name__ for kind in (*HOLDERS, *WEAK_HOLDERS))
-KNOWN = frozenset((*MODULES_ARE_HARMLESS, *OBJECTS_ARE_KNOWN, "numpy", *sys.stdlib_module_names))
+WEAK_HOLDER_TYPES = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary)
+HOLDER_TYPE_NAMES = frozenset(kind.__name__ for kind in (*HOLDER_TYPES, *WEAK_HOLDER_TYPES))
+KNOWN_MODULES = frozenset(
+    (*MODULES_ARE_HARMLESS, *OBJECTS_ARE_KNOWN, "numpy", *sys.stdlib_module_names)
+)
 
 
-def is_theirs(function: Any) -> bool:
+def is_third_party(function: Any) -> bool:
     """True if a callable, or the function that it wraps, is code outside of torch, transformers and
     similar libraries. Such code may store values. A container's method, such as a list's `append`,
     counts as well."""
     while isinstance(function, functools.partial):
         function = function.func
-    if isinstance(function, types.BuiltinMethodType) and isinstance(function.__self__, CONTAINERS):
+    if isinstance(function, types.BuiltinMethodType) and isinstance(
+        function.__self__, CONTAINER_TYPES
+    ):
         return True  # the method stores its argument
     return any(
-        home_of(wrapped).partition(".")[0] not in KNOWN for wrapped in wrapped_functions(function)
+        home_of(wrapped).partition(".")[0] not in KNOWN_MODULES
+        for wrapped in wrapped_functions(function)
     )
 
 
-class Memory:
+class ReachableValues:
     """All values reachable from some objects, such as a layer's hooks, at the time of this object's
     creation.
 
@@ -117,7 +123,7 @@ class Memory:
         self._waiting = deque(roots)
         self._references: list[Any] = []
         self._visits = 0
-        while self._waiting and self._visits < MOST:
+        while self._waiting and self._visits < MAX_VISITED_OBJECTS:
             self._visits += 1
             self._visit(*self._waiting.popleft())
         del self._waiting
@@ -128,9 +134,12 @@ class Memory:
         for holder in self.holders:
             holder.restore()
 
-    def changes_since(self, previous: Memory, writes: Writes | None = None) -> dict[str, Any]:
+    def changes_since(
+        self, previous: ReachableValues, writes: InPlaceWrites | None = None
+    ) -> dict[str, Any]:
         """Return a dict from paths to the values here that differ from those of an earlier
-        `Memory`. A path that existed only in the earlier one has the value `GONE`.
+        `ReachableValues`. A path that existed only in the earlier one has the value
+        `MISSING_ENTRY`.
 
         Args:
             previous: the values at the earlier time.
@@ -138,19 +147,19 @@ class Memory:
         """
         changes = {}
         for path, value in self.values.items():
-            previous_value = previous.values.get(path, GONE)
+            previous_value = previous.values.get(path, MISSING_ENTRY)
             is_unchanged = value is previous_value or (
-                isinstance(value, PLAIN)
+                isinstance(value, PLAIN_TYPES)
                 and type(value) is type(previous_value)
                 and value == previous_value
             )
             if not is_unchanged:
                 changes[path] = value
-            elif writes is not None and isinstance(value, ARRAYS) and writes.to(value):
+            elif writes is not None and isinstance(value, ARRAY_TYPES) and writes.wrote_to(value):
                 changes[path] = (
                     value.detach().clone() if isinstance(value, Tensor) else value.copy()
                 )
-        changes.update(dict.fromkeys(previous.values.keys() - self.values.keys(), GONE))
+        changes.update(dict.fromkeys(previous.values.keys() - self.values.keys(), MISSING_ENTRY))
         return changes
 
     def _note(self, path: str, value: Any) -> None:
@@ -164,7 +173,7 @@ class Memory:
     def _visit(self, path: str, value: Any) -> None:
         if isinstance(value, np.generic):  # a number of numpy, such as the result of np.mean
             value = value.item()
-        if isinstance(value, (*PLAIN, *ARRAYS)):
+        if isinstance(value, (*PLAIN_TYPES, *ARRAY_TYPES)):
             self._note(path, value)
             return
         if id(value) in self._visited or isinstance(value, Generator):
@@ -173,7 +182,11 @@ class Memory:
         self._references.append(value)
         if isinstance(value, nn.Module):
             self._open(
-                path, attributes_of(value, lambda name: name in TORCHS or name.startswith(THEIRS))
+                path,
+                attributes_of(
+                    value,
+                    lambda name: name in TORCH_ATTRIBUTES or name.startswith(ENGINE_ATTRIBUTES),
+                ),
             )
             for name, parameter in value._parameters.items():
                 self._visit_parameter(f"{path}.{name}".removeprefix("."), parameter)
@@ -182,17 +195,17 @@ class Memory:
             self._open_mapping(path, value)
         elif isinstance(value, (list, deque, set)):
             self._note(f"len({path})", len(value))
-            self._open(path, Entries(value), "[{}]".format, WIDE)
+            self._open(path, EntryHolder(value), "[{}]".format, MAX_RECORDED_VALUES)
         elif isinstance(value, (array.array, bytearray)):
             self._visit_array(path, value)
-        elif isinstance(value, MEMORY):
+        elif isinstance(value, BUFFER_TYPES):
             self._visit_memory(path, value)
         elif isinstance(value, (io.StringIO, io.BytesIO)):
             self._visit_text(path, value)
         elif isinstance(value, (tuple, frozenset)):
-            if len(value) <= WIDE:
+            if len(value) <= MAX_RECORDED_VALUES:
                 self._waiting.extend((f"{path}[{index}]", part) for index, part in enumerate(value))
-        elif isinstance(value, (InstanceForward, Unbound)):
+        elif isinstance(value, (InstanceForward, UnboundForward)):
             self._waiting.append((path, getattr(value, "previous", None)))
         elif isinstance(value, functools.partial):
             self._waiting.extend(((path, value.func), (path, value.args), (path, value.keywords)))
@@ -216,7 +229,7 @@ class Memory:
         elif isinstance(value, types.FunctionType):
             self._visit_function(path, value)
         elif isinstance(value, type):
-            if _home(value) not in KNOWN:
+            if _package_of_class(value) not in KNOWN_MODULES:
                 self._open(path, attributes_of_class(value))
         else:
             self._visit_object(path, value)
@@ -227,7 +240,7 @@ class Memory:
 
         self.holders.append(Holder(value, lambda: {None: value[:]}, write, lambda _: None))
         self._note(f"len({path})", len(value))
-        start = max(0, len(value) - WIDE)
+        start = max(0, len(value) - MAX_RECORDED_VALUES)
         for index, number in enumerate(value[start:], start):
             self._note(f"{path}[{index}]", number)
 
@@ -236,7 +249,7 @@ class Memory:
         if isinstance(value, ctypes.py_object):
             return
         view = memoryview(value)
-        if view.readonly or not view.c_contiguous or view.nbytes > LONG:
+        if view.readonly or not view.c_contiguous or view.nbytes > MAX_RESTORED_LENGTH:
             return
         in_bytes = view.cast("B")
 
@@ -275,11 +288,11 @@ class Memory:
         def write(name: Any, value: Any) -> None:
             attributes[name] = value
 
-        read = functools.partial(stored_on, parameter)
+        read = functools.partial(stored_attributes, parameter)
         self._open(path, Holder(parameter, read, write, attributes.__delitem__))
 
     def _visit_function(self, path: str, function: types.FunctionType) -> None:
-        if not is_theirs(function):
+        if not is_third_party(function):
             return
         name = function.__code__.co_name
         path = path or name
@@ -292,7 +305,7 @@ class Memory:
         self._waiting.append((path, function.__kwdefaults__))
         if function.__dict__:
             self._open(name, entries_of(function.__dict__), ".{}".format)
-        if home_of(function).partition(".")[0] in KNOWN:
+        if home_of(function).partition(".")[0] in KNOWN_MODULES:
             return  # a library's wrapper
         names = _names(function.__code__)
         namespace = function.__globals__
@@ -300,7 +313,7 @@ class Memory:
             n
             for n in names
             if n in namespace
-            and not (isinstance(namespace[n], types.ModuleType) and _is_known(namespace[n]))
+            and not (isinstance(namespace[n], types.ModuleType) and _is_known_module(namespace[n]))
         ]
         self._open(
             "",
@@ -326,32 +339,36 @@ class Memory:
 
     def _open_mapping(self, path: str, table: dict[Any, Any]) -> None:
         self._note(f"len({path})", len(table))
-        if len(table) <= LONG:
-            self._open(path, entries_of(table), lambda key: f"[{_key(key)}]", WIDE)
+        if len(table) <= MAX_RESTORED_LENGTH:
+            self._open(
+                path, entries_of(table), lambda key: f"[{_key_text(key)}]", MAX_RECORDED_VALUES
+            )
             return
         length = len(table)
-        last_entries = dict(itertools.islice(reversed(table.items()), WIDE))
+        last_entries = dict(itertools.islice(reversed(table.items()), MAX_RECORDED_VALUES))
 
         def delete(key: Any) -> None:
             if len(table) > length:
                 table.pop(key)
 
         def read() -> Content:
-            newest = itertools.islice(reversed(table.items()), WIDE + max(0, len(table) - length))
+            newest = itertools.islice(
+                reversed(table.items()), MAX_RECORDED_VALUES + max(0, len(table) - length)
+            )
             return dict(newest)
 
         holder = Holder(table, read, table.__setitem__, delete)
         holder.content = last_entries
-        self._open(path, holder, lambda key: f"[{_key(key)}]")
+        self._open(path, holder, lambda key: f"[{_key_text(key)}]")
 
     def _visit_object(self, path: str, value: Any) -> None:
         value_type = type(value)
-        home = _home(value_type)
-        of_library = home in sys.stdlib_module_names and value_type.__name__ in HOLDS
-        if home in KNOWN and not (of_library or isinstance(value, PreTrainedConfig)):
+        home = _package_of_class(value_type)
+        of_library = home in sys.stdlib_module_names and value_type.__name__ in HOLDER_TYPE_NAMES
+        if home in KNOWN_MODULES and not (of_library or isinstance(value, PreTrainedConfig)):
             return
         if isinstance(getattr(value, "__dict__", None), dict):
-            self._open(path, attributes_of(value, lambda name: name.startswith(THEIRS)))
+            self._open(path, attributes_of(value, lambda name: name.startswith(ENGINE_ATTRIBUTES)))
         slots = [n for base in value_type.__mro__ for n in slots_of_class(base)]
         if slots:
 
@@ -367,9 +384,11 @@ class Memory:
                     functools.partial(delattr, value),
                 ),
             )
-        if home not in KNOWN:
+        if home not in KNOWN_MODULES:
             self._waiting.extend(
-                (base.__name__, base) for base in value_type.__mro__ if _home(base) not in KNOWN
+                (base.__name__, base)
+                for base in value_type.__mro__
+                if _package_of_class(base) not in KNOWN_MODULES
             )
 
     def _open(
@@ -390,31 +409,32 @@ class Memory:
         self.holders.append(holder)
         first_plain = len(holder.content) - plain
         for index, (key, value) in enumerate(holder.content.items()):
-            if index < first_plain and isinstance(value, PLAIN):
+            if index < first_plain and isinstance(value, PLAIN_TYPES):
                 continue
             self._waiting.append((f"{path}{label_of(key)}".removeprefix("."), value))
 
 
-def stored_on(parameter: Tensor) -> Content:
+def stored_attributes(parameter: Tensor) -> Content:
     """Return the attributes of a parameter that are numbers or tensors [...], by name."""
     return {
         name: value
         for name, value in vars(parameter).items()
-        if isinstance(value, (*NUMBERS, *ARRAYS)) and not name.startswith(ENGINES)
+        if isinstance(value, (*NUMBER_TYPES, *ARRAY_TYPES))
+        and not name.startswith(ENGINE_ATTRIBUTE_PREFIXES)
     }
 
 
-class Writes(TorchDispatchMode):
-    """Torch dispatch mode that records in-place writes to the tensors of a `Memory`, and copies the
-    values before a write so that `restore` can undo it. The mode also holds weak references to the
-    tensors that operations return."""
+class InPlaceWrites(TorchDispatchMode):
+    """Torch dispatch mode that records in-place writes to the tensors of a `ReachableValues`, and
+    copies the values before a write so that `restore` can undo it. The mode also holds weak
+    references to the tensors that operations return."""
 
     supports_higher_order_operators = True
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: ReachableValues) -> None:
         super().__init__()
         tensors = [x for x in memory.values.values() if isinstance(x, Tensor)]
-        self._tensors = {_storage(x): x for x in tensors if _storage(x) is not None}
+        self._tensors = {_storage_key(x): x for x in tensors if _storage_key(x) is not None}
         self._copies: dict[Any, Any] = {}
         self._results: list[weakref.ref[Tensor]] = []
         self._arrays = [
@@ -434,7 +454,7 @@ class Writes(TorchDispatchMode):
         self._results += [weakref.ref(x) for x in tensors_in(result, Tensor)]
         return result
 
-    def kept_elsewhere(self, memory: Memory) -> str:
+    def shapes_outside(self, memory: ReachableValues) -> str:
         """Return the shapes, as text, of tensors made in this context that are still alive and not
         in `memory`; "" if there are none."""
         tensors = self._alive(memory)
@@ -442,12 +462,12 @@ class Writes(TorchDispatchMode):
             del tensors
             gc.collect()  # frees graphs in reference cycles
         # Autograd's device thread may release its last references with a delay.
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + MAX_WAIT_SECONDS
         while self._alive(memory) and time.monotonic() < deadline:
             time.sleep(0.001)
         return ", ".join(sorted(str(tuple(x.shape)) for x in self._alive(memory)))
 
-    def _alive(self, memory: Memory) -> list[Tensor]:
+    def _alive(self, memory: ReachableValues) -> list[Tensor]:
         """Return the tensors [...] made in this context that are alive and not among the values of
         `memory`."""
         value_ids = {id(value) for value in memory.values.values()}
@@ -460,15 +480,15 @@ class Writes(TorchDispatchMode):
     def _note(self, argument: Any) -> None:
         """Copy the storage of a tensor [...] before the first in-place write to it."""
         for x in argument if isinstance(argument, (list, tuple)) else (argument,):
-            storage_key = _storage(x)
+            storage_key = _storage_key(x)
             if storage_key in self._tensors and storage_key not in self._copies:
                 self._copies[storage_key] = self._tensors[storage_key].untyped_storage().clone()
 
-    def to(self, value: Tensor | np.ndarray[Any, Any]) -> bool:
+    def wrote_to(self, value: Tensor | np.ndarray[Any, Any]) -> bool:
         """True if this tensor or array [...] was written to in place while the mode was active."""
         if isinstance(value, np.ndarray):
             return any(x is value and x.tobytes() != copied.tobytes() for x, copied in self._arrays)
-        return _storage(value) in self._copies
+        return _storage_key(value) in self._copies
 
     def restore(self) -> None:
         """Write back the values from before the recorded writes."""
@@ -477,13 +497,15 @@ class Writes(TorchDispatchMode):
             if storage.nbytes() == copied.nbytes():  # a resized tensor has other bytes
                 storage.copy_(copied)
         for x, values in self._arrays:
-            if x.flags.writeable and self.to(x):
+            if x.flags.writeable and self.wrote_to(x):
                 x[...] = values
         self._copies = {}
 
 
 @contextlib.contextmanager
-def undone(roots: Iterable[tuple[str, Any]]) -> Iterator[tuple[Memory, Writes]]:
+def undo_changes(
+    roots: Iterable[tuple[str, Any]],
+) -> Iterator[tuple[ReachableValues, InPlaceWrites]]:
     """Context manager that restores at its end all values reachable from these objects, including
     tensors with in-place writes. Yields (memory, writes): the values at the start, and the in-place
     writes recorded since.
@@ -491,8 +513,8 @@ def undone(roots: Iterable[tuple[str, Any]]) -> Iterator[tuple[Memory, Writes]]:
     Args:
         roots: the objects, as (name, object).
     """
-    memory = Memory(roots)
-    writes = Writes(memory)
+    memory = ReachableValues(roots)
+    writes = InPlaceWrites(memory)
     try:
         with writes:
             yield memory, writes
@@ -513,7 +535,7 @@ def _names(code: types.CodeType) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for inner_code in codes for name in inner_code.co_names))
 
 
-def _key(key: Any) -> str:
+def _key_text(key: Any) -> str:
     """Return the text that stands for a dictionary's key in a path: its repr, or the name of its
     class if a repr may contain an address."""
     if isinstance(key, (str, int, float, tuple)):
@@ -521,15 +543,15 @@ def _key(key: Any) -> str:
     return name_of(type(key)).rpartition(".")[2]
 
 
-def _home(cls: type) -> str:
+def _package_of_class(cls: type) -> str:
     return str(cls.__module__).partition(".")[0]
 
 
-def _is_known(module: types.ModuleType) -> bool:
-    return module.__name__.partition(".")[0] in KNOWN
+def _is_known_module(module: types.ModuleType) -> bool:
+    return module.__name__.partition(".")[0] in KNOWN_MODULES
 
 
-def _storage(x: Any) -> Any:
+def _storage_key(x: Any) -> Any:
     """Return a number that identifies a tensor's [...] storage; None for meta and sparse tensors
     and for tensor subclasses."""
     if (

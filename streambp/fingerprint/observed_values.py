@@ -10,7 +10,8 @@ The kind of a number is zero or nonzero, that of a function is its code, and tha
 its class. An annealed weight therefore keeps the kind, and so does a hook that a `with` block
 registers anew in every step.
 
-Leaves do not cover globals, deeply nested objects, and containers of more than `SMALL` entries.
+Leaves do not cover globals, deeply nested objects, and containers of more than
+`MAX_COMPARED_ENTRIES` entries.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from torch import Tensor, nn
 
 from streambp.known_names import OBJECTS_ARE_KNOWN
 
-SMALL = 32
-DEPTH = 4
+MAX_COMPARED_ENTRIES = 32
+MAX_NESTING_DEPTH = 4
 VALUE_TYPES = (bool, str, bytes, torch.dtype, torch.device, torch.layout)
-CONTAINERS = (list, tuple, set, frozenset)
-CALLABLES = (types.FunctionType, types.MethodType, functools.partial)
+CONTAINER_TYPES = (list, tuple, set, frozenset)
+CALLABLE_TYPES = (types.FunctionType, types.MethodType, functools.partial)
 
 
 class ObjectIdentity:
@@ -93,7 +94,7 @@ def plain_leaf(value: Any, name: str) -> ObservedValue | None:
     return None
 
 
-def leaves(value: Any, name: str, depth: int = DEPTH) -> Iterator[ObservedValue]:
+def leaves(value: Any, name: str, depth: int = MAX_NESTING_DEPTH) -> Iterator[ObservedValue]:
     """Yield the comparable parts of a value: numbers, strings, tensors and objects inside it.
 
     Args:
@@ -111,7 +112,7 @@ def leaves(value: Any, name: str, depth: int = DEPTH) -> Iterator[ObservedValue]
         )
     elif isinstance(value, type):
         yield ObservedValue(name, ObjectIdentity(value), name_of(value))
-    elif isinstance(value, (Mapping, *CONTAINERS)):
+    elif isinstance(value, (Mapping, *CONTAINER_TYPES)):
         entries = contents(value)
         if entries is None or depth == 0:
             yield ObservedValue(name, ObjectIdentity(value), name_of(type(value)))
@@ -119,7 +120,7 @@ def leaves(value: Any, name: str, depth: int = DEPTH) -> Iterator[ObservedValue]
         yield ObservedValue(name, ("entries", len(entries)), name_of(type(value)))
         for key, part in entries:
             yield from leaves(part, f"{name}{key}", depth - 1)
-    elif isinstance(value, CALLABLES) and depth == 0:
+    elif isinstance(value, CALLABLE_TYPES) and depth == 0:
         yield ObservedValue(name, ObjectIdentity(value), name_of(value))
     elif isinstance(value, functools.partial):
         yield from leaves(value.func, name, depth - 1)
@@ -141,7 +142,7 @@ def leaves(value: Any, name: str, depth: int = DEPTH) -> Iterator[ObservedValue]
         yield from leaves(value.__kwdefaults__, f"defaults of {name}", depth - 1)
     else:
         cls = type(value)
-        is_known = _is_known(cls)
+        is_known = _is_known_class(cls)
         call = None if is_known or isinstance(value, nn.Module) else getattr(cls, "__call__", None)  # noqa: B004 - its code
         code = hash(call.__code__) if isinstance(call, types.FunctionType) else None
         yield ObservedValue(
@@ -152,7 +153,7 @@ def leaves(value: Any, name: str, depth: int = DEPTH) -> Iterator[ObservedValue]
         if depth < 2 or is_known:
             return
         # This includes modules outside the layer.
-        for attribute, part in list(getattr(value, "__dict__", {}).items())[:SMALL]:
+        for attribute, part in list(getattr(value, "__dict__", {}).items())[:MAX_COMPARED_ENTRIES]:
             if not attribute.startswith("_") and (
                 part is None or isinstance(part, (*VALUE_TYPES, int, float, Tensor))
             ):
@@ -166,31 +167,32 @@ def version_of(tensor: Tensor) -> int | None:
 
 
 def contents(value: Any) -> list[tuple[str, Any]] | None:
-    """Return a list of (label, entry) for a container of at most `SMALL` entries, with labels such
-    as "[3]". None for larger containers and all other values."""
-    if isinstance(value, Mapping) and len(value) <= SMALL:
+    """Return a list of (label, entry) for a container of at most `MAX_COMPARED_ENTRIES` entries,
+    with labels such as "[3]". None for larger containers and all other values."""
+    if isinstance(value, Mapping) and len(value) <= MAX_COMPARED_ENTRIES:
         return [
             (f"[{key!r}]" if isinstance(key, str | int) else "[...]", part)
             for key, part in value.items()
         ]
-    if isinstance(value, CONTAINERS) and len(value) <= SMALL:
+    if isinstance(value, CONTAINER_TYPES) and len(value) <= MAX_COMPARED_ENTRIES:
         ordered = sorted(value, key=repr) if isinstance(value, set | frozenset) else value
         return [(f"[{index}]", part) for index, part in enumerate(ordered)]
     return None
 
 
-def holds_more(value: Any) -> bool:
+def has_inner_state(value: Any) -> bool:
     """True if a value may act differently later although it is the same object with the same
     entries: a function, or an object with attributes."""
-    if isinstance(value, CALLABLES):
+    if isinstance(value, CALLABLE_TYPES):
         return True
     plain = value is None or isinstance(
-        value, (*VALUE_TYPES, int, float, complex, Tensor, type, nn.Module, Mapping, *CONTAINERS)
+        value,
+        (*VALUE_TYPES, int, float, complex, Tensor, type, nn.Module, Mapping, *CONTAINER_TYPES),
     )
-    return not plain and not _is_known(type(value))
+    return not plain and not _is_known_class(type(value))
 
 
-def _is_known(cls: type) -> bool:
+def _is_known_class(cls: type) -> bool:
     """True if objects of this class need no comparison of their attributes: the class is from a
     library whose objects do not store a program's values."""
     return cls.__module__.partition(".")[0] in OBJECTS_ARE_KNOWN

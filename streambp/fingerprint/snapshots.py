@@ -12,7 +12,8 @@ compared with the previous list. Only after a difference is each value named and
 
 Values that the layer's own forward changes (counters, values stored for later) belong to neither
 fingerprint: the snapshot at the forward's end finds them. A hook that modifies nothing may come and
-go. Answers about the layer's modules (`of`) are cached until a snapshot differs.
+go. Answers about the layer's modules (`LayerState.cached_result`) are cached until a snapshot
+differs.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ from torch import Tensor, nn
 
 from streambp.errors import BackwardError
 from streambp.fingerprint.attribute_reads import names_read
-from streambp.fingerprint.hooks import HookKey, Hooks, base_of, hooks_of
+from streambp.fingerprint.hooks import HookKey, HookSnapshot, base_of, hooks_of
 from streambp.fingerprint.observed_values import (
     ObjectIdentity,
     ObservedValue,
     contents,
-    holds_more,
+    has_inner_state,
     leaves,
     name_of,
     plain_leaf,
@@ -45,29 +46,37 @@ from streambp.fingerprint.observed_values import (
 from streambp.known_names import (
     ACCELERATE_FORWARD,
     ACCELERATE_HOOK,
-    CHECKPOINTING,
+    APPLY_METHOD,
+    CHECKPOINTING_ATTRIBUTES,
     MODULE_HOOKS,
     MODULE_TABLES,
-    MOVES,
     PEFT_CHECKPOINTING,
     ZERO_COUNTERS,
 )
 
 T = TypeVar("T")
 Key = tuple[str, str]  # module name in the layer, and name of its attribute, parameter or buffer
-TORCHS = frozenset(nn.Module().__dict__) - {"training"}
-READ = ("training", *MODULE_TABLES, *MODULE_HOOKS)
+TORCH_ATTRIBUTES = frozenset(nn.Module().__dict__) - {"training"}
+READ_ATTRIBUTES = ("training", *MODULE_TABLES, *MODULE_HOOKS)
 # Engines and trainers change these during a step; streambp itself changes the first three.
-THEIRS = ("_streambp", "__reduce_ex__", MOVES, *CHECKPOINTING, PEFT_CHECKPOINTING, *ZERO_COUNTERS)
+ENGINE_ATTRIBUTES = (
+    "_streambp",
+    "__reduce_ex__",
+    APPLY_METHOD,
+    *CHECKPOINTING_ATTRIBUTES,
+    PEFT_CHECKPOINTING,
+    *ZERO_COUNTERS,
+)
 # attributes of the layer itself that run around it
-OUTSIDE = ("forward", ACCELERATE_FORWARD, ACCELERATE_HOOK)
-NAMED_AT_MOST = 3
-WANTS_GRADIENT = operator.attrgetter("requires_grad")
-VERSION = Tensor._version.__get__  # type: ignore[attr-defined]  # of a tensor: how often it was written to
+FORWARD_ATTRIBUTES = ("forward", ACCELERATE_FORWARD, ACCELERATE_HOOK)
+MAX_NAMED_CHANGES = 3
+GET_REQUIRES_GRAD = operator.attrgetter("requires_grad")
+# of a tensor: how often it was written to
+GET_VERSION = Tensor._version.__get__  # type: ignore[attr-defined]
 # of all modules in one go
-ALL_OF, VALUES = (itertools.chain.from_iterable, operator.methodcaller("values"))
+CHAIN, GET_VALUES = (itertools.chain.from_iterable, operator.methodcaller("values"))
 Generator = torch.Generator | random.Random | np.random.Generator | np.random.RandomState
-CLASSES = "~"  # replaces a module's name in keys that concern the modules' classes
+CLASSES_KEY = "~"  # replaces a module's name in keys that concern the modules' classes
 
 
 class ValueList:
@@ -109,11 +118,11 @@ class ValueList:
         for getter, values in self.getters:
             extend(getter(values))
         # the ids of live tensors, so no other object can reuse an id
-        extend(map(id, ALL_OF(map(VALUES, self.tensor_tables))))
+        extend(map(id, CHAIN(map(GET_VALUES, self.tensor_tables))))
         for table, names in self.tensor_names:
             extend([id(table[name]) for name in names])
-        extend(ALL_OF(map(VALUES, self.tables)))
-        extend(ALL_OF(self.lists))
+        extend(CHAIN(map(GET_VALUES, self.tables)))
+        extend(CHAIN(self.lists))
         extend(map(type, self.modules))
         extend(map(getattr, self.types, itertools.repeat("forward"), itertools.repeat(None)))
         current.append(any(self.expected_empty))
@@ -160,7 +169,7 @@ class ModuleSnapshot:
             self._read(path, module, ignored, kinds)
         for cls in self.values.types:
             self._add(
-                (CLASSES, ""),
+                (CLASSES_KEY, ""),
                 leaves(getattr(cls, "forward", None), f"{cls.__qualname__}.forward"),
                 kinds,
             )
@@ -186,13 +195,13 @@ class ModuleSnapshot:
         counts = [
             name
             for name in attributes
-            if name not in TORCHS
-            and not name.startswith(THEIRS)
-            and (path or name not in OUTSIDE)
+            if name not in TORCH_ATTRIBUTES
+            and not name.startswith(ENGINE_ATTRIBUTES)
+            and (path or name not in FORWARD_ATTRIBUTES)
             and (path, name) not in ignored
         ]
         read = [
-            name for name in READ if name in attributes
+            name for name in READ_ATTRIBUTES if name in attributes
         ]  # modules of torch.compile lack some of these
         values.getters.append((operator.itemgetter(*dict.fromkeys((*read, *counts))), attributes))
         for table in (module._parameters, module._buffers):
@@ -230,7 +239,7 @@ class ModuleSnapshot:
                 self._count_versions(key, value)
                 continue
             self._add(key, leaves(value, ""), kinds)
-            if holds_more(value):
+            if has_inner_state(value):
                 values.live.append((name, attributes, name))
             for inner in (value, *(part for _, part in contents(value) or ())):
                 if isinstance(inner, Generator) and not isinstance(inner, random.SystemRandom):
@@ -271,19 +280,19 @@ class LayerSnapshot:
     """
 
     body: ModuleSnapshot
-    hooks: Hooks
+    hooks: HookSnapshot
     answers: dict[Hashable, Any] = dataclasses.field(default_factory=dict)
 
     @property
-    def trained(self) -> bytes:
+    def gradient_flags(self) -> bytes:
         """Return the parameters' current requires_grad flags, one byte each."""
-        return bytes(map(WANTS_GRADIENT, self.body.parameters))
+        return bytes(map(GET_REQUIRES_GRAD, self.body.parameters))
 
     @property
     def kind(self) -> tuple[Any, ...]:
         """Return a key for results of a layer's tests. A result is valid for all snapshots of the
         layer with the same key."""
-        return self.body.kind, self.hooks.kind, self.trained
+        return self.body.kind, self.hooks.kind, self.gradient_flags
 
 
 @dataclasses.dataclass
@@ -374,7 +383,7 @@ class Fingerprint:
         changed_keys = (
             set()
             if body_is_unchanged
-            else {key[:2] for key in _differing(previous.body.exact, current.body.exact)}
+            else {key[:2] for key in _differing_keys(previous.body.exact, current.body.exact)}
         )
         if versions is not None and versions != (current_versions := versions_of(previous)):
             changed_keys |= {
@@ -383,7 +392,9 @@ class Fingerprint:
                 if a != b
             }
         hooks = (
-            set() if current is previous else _differing(previous.hooks.exact, current.hooks.exact)
+            set()
+            if current is previous
+            else _differing_keys(previous.hooks.exact, current.hooks.exact)
         )
         if not changed_keys and not hooks:
             return current
@@ -435,14 +446,17 @@ class Fingerprint:
             differing = (
                 set()
                 if values_in_forward is values_in_backward
-                else _differing(values_in_forward, values_in_backward)
+                else _differing_keys(values_in_forward, values_in_backward)
             )
             differing = {
                 key
                 for key in differing
                 if key[:2] not in self._ignored
                 # classes come and go with their modules
-                and (key[0] != CLASSES or (key in values_in_forward and key in values_in_backward))
+                and (
+                    key[0] != CLASSES_KEY
+                    or (key in values_in_forward and key in values_in_backward)
+                )
             }
             if differing:  # an attribute counts only if the layer's code may read it
                 modules = [*current.body.modules, *snapshot.layer_snapshot.body.modules]
@@ -460,10 +474,13 @@ class Fingerprint:
                     for name in table
                 }
                 differing = {
-                    key for key in differing if not key[1] or key[0] == CLASSES or key[1] in read
+                    key
+                    for key in differing
+                    if not key[1] or key[0] == CLASSES_KEY or key[1] in read
                 }
             texts += [
-                _told(key, values_in_forward, values_in_backward) for key in sorted(differing)
+                _change_text(key, values_in_forward, values_in_backward)
+                for key in sorted(differing)
             ]
             texts += current.hooks.differences(
                 snapshot.layer_snapshot.hooks, snapshot.modifying_hooks, self._ignored_of_hooks
@@ -473,12 +490,14 @@ class Fingerprint:
                 snapshot.layer_snapshot.body.keys, snapshot.versions, versions, strict=True
             ):
                 if version_in_forward != version and key not in self._ignored:
-                    texts.append(f"{_path(*key)} was changed in place")
+                    texts.append(f"{_dotted_name(*key)} was changed in place")
         if texts:
             omitted_text = (
-                f"; and {len(texts) - NAMED_AT_MOST} more" if len(texts) > NAMED_AT_MOST else ""
+                f"; and {len(texts) - MAX_NAMED_CHANGES} more"
+                if len(texts) > MAX_NAMED_CHANGES
+                else ""
             )
-            raise change_error(layer, "; ".join(texts[:NAMED_AT_MOST]) + omitted_text)
+            raise change_error(layer, "; ".join(texts[:MAX_NAMED_CHANGES]) + omitted_text)
 
 
 def change_error(layer: nn.Module, changes: str) -> BackwardError:
@@ -498,10 +517,10 @@ def change_error(layer: nn.Module, changes: str) -> BackwardError:
 
 def versions_of(snapshot: LayerSnapshot) -> list[int]:
     """Return the current version counters of the snapshot's tensors."""
-    return list(map(VERSION, snapshot.body.tensors))
+    return list(map(GET_VERSION, snapshot.body.tensors))
 
 
-def _differing(old: dict[Any, Any], new: dict[Any, Any]) -> set[Any]:
+def _differing_keys(old: dict[Any, Any], new: dict[Any, Any]) -> set[Any]:
     """Return the keys whose values differ between two dicts or are missing in either."""
     no_value = object()
     pairs = ((key, old_value, new.get(key, no_value)) for key, old_value in old.items())
@@ -512,27 +531,29 @@ def _differing(old: dict[Any, Any], new: dict[Any, Any]) -> set[Any]:
     } | (new.keys() - old.keys())
 
 
-def _path(path: str, name: str) -> str:
+def _dotted_name(path: str, name: str) -> str:
     return ".".join(part for part in (path, name) if part) or "the layer"
 
 
-def _told(key: tuple[str, str, str], old: dict[Any, Any], new: dict[Any, Any]) -> str:
+def _change_text(key: tuple[str, str, str], old: dict[Any, Any], new: dict[Any, Any]) -> str:
     path, attribute, leaf = key
-    if path == CLASSES:
+    if path == CLASSES_KEY:
         return f"{leaf} is another function"
-    name = _path(path, attribute) + (leaf if not leaf or leaf.startswith("[") else f" ({leaf})")
+    name = _dotted_name(path, attribute) + (
+        leaf if not leaf or leaf.startswith("[") else f" ({leaf})"
+    )
     if key not in new:
         return f"{name} is gone"
     if key not in old:
         return f"{name} has come"
-    return f"{name} was {_value(old[key])} and is {_value(new[key], old[key])}"
+    return f"{name} was {_value_text(old[key])} and is {_value_text(new[key], old[key])}"
 
 
-def _value(exact: Any, previous: Any = None) -> str:
+def _value_text(exact: Any, previous: Any = None) -> str:
     if isinstance(exact, tuple) and len(exact) == 2 and exact[0] == "entries":
         return f"of {exact[1]} entries"
     if isinstance(exact, tuple):
-        return _value(exact[0], previous[0] if isinstance(previous, tuple) else None)
+        return _value_text(exact[0], previous[0] if isinstance(previous, tuple) else None)
     if (
         isinstance(exact, ObjectIdentity)
         and isinstance(previous, ObjectIdentity)

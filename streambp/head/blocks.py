@@ -19,7 +19,7 @@ from torch import Tensor
 
 from streambp.device import without_autocast
 from streambp.foreign import nn_own, torch_own
-from streambp.head.triton_fold import fold_rows, serves
+from streambp.head.triton_fold import fold_rows, supports_kernels
 from streambp.head.triton_gradient import write_gradient
 
 LOGITS_PER_BLOCK = 2**25  # logits of a block for torch: 128 MiB in float32, several times
@@ -45,7 +45,7 @@ def block_size(
         device: device of the products.
         full_vocabulary: True if a block must contain all of the vocabulary.
     """
-    if serves(device, dtype):
+    if supports_kernels(device, dtype):
         tokens = min(TOKENS_IN_PLACE, max(1, BYTES_PER_BLOCK // (vocabulary * dtype.itemsize)))
         if tokens > 128:
             tokens -= tokens % 128
@@ -97,7 +97,7 @@ class Projection:
         return grad.mul_(self.logit_scale / self.temperature)
 
 
-class Products:
+class HeadProducts:
     """Matrix products hidden @ W^T + bias of an output projection, with weight [V, h] and bias [V]
     or None.
 
@@ -116,7 +116,7 @@ class Products:
         self._keeps_dtype = keeps_dtype
         self.vocabulary: int = weight.shape[0]
 
-    def of(self, hidden: Tensor, columns: slice) -> Tensor:
+    def multiply(self, hidden: Tensor, columns: slice) -> Tensor:
         """Return the matrix products [n, v] of hidden [n, h] for the vocabulary entries in
         `columns`."""
         weight = self.weight(hidden.dtype)
@@ -219,7 +219,7 @@ class Fold:
             later_fold: statistics of a part that comes later in the vocabulary.
         """
         top = torch_own.maximum(self.max, later_fold.max)
-        base = _finite(top)
+        base = _finite_maximum(top)
         own_factor = torch_own.exp(self.max - base)
         other_factor = torch_own.exp(later_fold.max - base)
         return Fold(
@@ -244,7 +244,7 @@ def fold(product: Tensor, projection: Projection, labels: Tensor, block: slice) 
         labels: [n].
         block: the vocabulary entries of the v columns.
     """
-    if serves(product.device, product.dtype):
+    if supports_kernels(product.device, product.dtype):
         values = fold_rows(
             product,
             labels,
@@ -267,7 +267,7 @@ def fold_in_torch(logits: Tensor, labels: Tensor, block: slice) -> Fold:
         block: the vocabulary entries of the v columns.
     """
     top, best = logits.max(-1)
-    weights = (logits - _finite(top)[:, None]).exp_()  # [n, v]
+    weights = (logits - _finite_maximum(top)[:, None]).exp_()  # [n, v]
     in_block, column = locate(labels, block)
     target = torch_own.where(in_block, logits.gather(-1, column[:, None]).squeeze(-1), 0.0)
     squares = torch.linalg.vecdot(weights, weights)
@@ -278,14 +278,14 @@ def fold_in_torch(logits: Tensor, labels: Tensor, block: slice) -> Fold:
     return Fold(top, summed, target, mean, squares, total, best + block.start)
 
 
-def _finite(top: Tensor) -> Tensor:
+def _finite_maximum(top: Tensor) -> Tensor:
     """Return the largest logits for subtraction from all logits, with 0 in place of -inf, because
     -inf - -inf is NaN."""
     return top.masked_fill(top == -torch.inf, 0.0)
 
 
 def fold_vocabulary(
-    normed: Tensor, products: Products, projection: Projection, labels: Tensor, entries: int
+    normed: Tensor, products: HeadProducts, projection: Projection, labels: Tensor, entries: int
 ) -> Fold:
     """Return the softmax statistics of n tokens over the full vocabulary, computed for `entries`
     vocabulary entries at a time.
@@ -299,7 +299,7 @@ def fold_vocabulary(
     """
     folded: Fold | None = None
     for columns in token_blocks(products.vocabulary, entries):
-        block_fold = fold(products.of(normed, columns), projection, labels, columns)
+        block_fold = fold(products.multiply(normed, columns), projection, labels, columns)
         folded = block_fold if folded is None else folded.merge(block_fold)
     assert folded is not None
     return folded
@@ -338,7 +338,7 @@ class TokenGradients:
     d_mean_log_probs: Tensor | None = None
     d_lse: Tensor | None = None
 
-    def at(self, block: slice) -> TokenGradients:
+    def select_tokens(self, block: slice) -> TokenGradients:
         """Return the same values for the tokens in `block` alone."""
         values = (getattr(self, field.name) for field in dataclasses.fields(self))
         return TokenGradients(*(x[block] if isinstance(x, Tensor) else x for x in values))  # type: ignore[arg-type]
@@ -358,7 +358,7 @@ def product_gradient(
         statistics: softmax statistics and gradients of the n tokens.
         block: the vocabulary entries of the v columns.
     """
-    if not serves(product.device, product.dtype):
+    if not supports_kernels(product.device, product.dtype):
         return gradient_in_torch(product, projection, statistics, block)
     write_gradient(
         product, statistics.labels, block.start, statistics.lse,

@@ -22,7 +22,7 @@ from streambp.device import has_data
 from streambp.errors import BackwardError, StreamBPError
 from streambp.foreign import torch_own
 from streambp.head.blocks import (
-    Products,
+    HeadProducts,
     Projection,
     TokenGradients,
     block_size,
@@ -32,7 +32,7 @@ from streambp.head.blocks import (
     token_blocks,
 )
 from streambp.head.version_check import VersionCheck
-from streambp.layer.oom import once_more
+from streambp.layer.oom import run_outside_with_retry
 from streambp.layer.recompute import Autocast, Parameters
 from streambp.tensors import check_tensors
 
@@ -64,7 +64,7 @@ def check_labels(labels: Tensor, vocabulary: int, ignore_index: int | None) -> N
         )
 
 
-ROWS = 4096
+ROWS_PER_BLOCK = 4096
 METRICS = ("is_top1", "mean_logits", "log_sum_sq_probs")
 
 
@@ -156,10 +156,10 @@ class HeadInputs:
         positions = self.labels if self.rows is None else self.rows
         return positions.shape[0]
 
-    def normed(self, hidden: Tensor) -> Tensor:
+    def apply_norm(self, hidden: Tensor) -> Tensor:
         """Return the final norm of a block of hidden states [n, h], in the dtype in which they are
         projected."""
-        with self.autocast.restored():
+        with self.autocast.restore():
             hidden = self.norm.forward(hidden)  # the norm's hooks run in the model's own call only
             return hidden.to(self.product_dtype(hidden.dtype, hidden.device))
 
@@ -173,10 +173,10 @@ class HeadInputs:
         casts = enabled and kind == device.type and dtype != torch.float64
         return autocast_dtype if casts else dtype
 
-    def products(self, weight: Tensor, bias: Tensor | None) -> Products:
+    def products(self, weight: Tensor, bias: Tensor | None) -> HeadProducts:
         """Return an object that multiplies hidden states by weight [V, h] and adds bias [V] or
         None."""
-        return Products(weight, bias, keeps_dtype=self.bias_dtype is not None)
+        return HeadProducts(weight, bias, keeps_dtype=self.bias_dtype is not None)
 
     def block_size(
         self, hidden: Tensor, vocabulary: int, full_vocabulary: bool = False
@@ -340,13 +340,13 @@ class BlockwiseLogProbs(torch.autograd.Function):
         labels = inputs.row_labels
         wide = torch.promote_types(hidden.dtype, torch.float32)
         lse = torch.empty(labels.shape, dtype=wide, device=hidden.device)  # [n]
-        with inputs.autocast.off():  # [Note: autocast]
+        with inputs.autocast.disable():  # [Note: autocast]
             parts: list[tuple[Any, ...]] = []
             products = inputs.products(weight, bias)
             tokens, entries = inputs.block_size(hidden, weight.shape[0])
             for block in token_blocks(labels.shape[0], tokens):
                 positions = block if rows is None else rows[block]
-                normed = inputs.normed(hidden[positions])  # [n, h]
+                normed = inputs.apply_norm(hidden[positions])  # [n, h]
                 folded = fold_vocabulary(
                     normed, products, inputs.projection, labels[block], entries
                 )
@@ -403,7 +403,9 @@ class BlockwiseLogProbs(torch.autograd.Function):
                 "optimizer.step(), and before values are set through .data."
             )
         compute = functools.partial(BlockwiseLogProbs._gradients, ctx, saved, grads)
-        return once_more(saved[0].device, ctx.inputs.drop_saves, compute, "in the loss' backward")
+        return run_outside_with_retry(
+            saved[0].device, ctx.inputs.drop_saves, compute, "in the loss' backward"
+        )
 
     @staticmethod
     def _gradients(
@@ -430,12 +432,12 @@ class BlockwiseLogProbs(torch.autograd.Function):
         work = HeadGradients(inputs, hidden, weight, bias, ctx.needs_input_grad[2:])
         products = inputs.products(weight, bias)
         tokens, entries = inputs.block_size(hidden, weight.shape[0])
-        with inputs.autocast.off(), inputs.norm_parameters.shadowed() as shadows:
+        with inputs.autocast.disable(), inputs.norm_parameters.shadow() as shadows:
             for block in token_blocks(labels.shape[0], tokens):
                 normed_input, normed = work.recompute(rows, block)
-                block_gradients = token_gradients.at(block)
+                block_gradients = token_gradients.select_tokens(block)
                 for columns in token_blocks(weight.shape[0], entries):
-                    product = products.of(normed.detach(), columns)  # [n, v]
+                    product = products.multiply(normed.detach(), columns)  # [n, v]
                     grad = product_gradient(product, inputs.projection, block_gradients, columns)
                     work.add_block(grad, normed, products, columns)
                     del product, grad
@@ -494,10 +496,12 @@ class HeadGradients:
         positions = block if rows is None else rows[block]
         leaf = self.hidden[positions].detach().requires_grad_(self.needs_hidden)
         with torch.enable_grad():
-            normed = self.inputs.normed(leaf)
+            normed = self.inputs.apply_norm(leaf)
         return leaf, normed
 
-    def add_block(self, grad: Tensor, normed: Tensor, products: Products, columns: slice) -> None:
+    def add_block(
+        self, grad: Tensor, normed: Tensor, products: HeadProducts, columns: slice
+    ) -> None:
         """Add the gradient of one block of matrix products to the sums.
 
         Args:
@@ -562,7 +566,7 @@ class HeadGradients:
             if total is None or like is None:
                 buffers.append(None)
             else:
-                buffers.append(_place(total, like))
+                buffers.append(_output_buffer(total, like))
         return tuple(buffers)
 
     def results(
@@ -590,16 +594,18 @@ class HeadGradients:
         # not multiplied by that infinity, so ours must not be either. Sums without a labelled token
         # have no factor, and neither have rows of dhidden without a label.
         factor = upstream if self.inputs.labelled else None
-        d_hidden = _finished(self.d_hidden, self._of_labelled_rows(factor), self.hidden, buffers[0])
-        d_weight = _finished(self.d_weight, factor, self.weight, buffers[1])
+        d_hidden = _finish_gradient(
+            self.d_hidden, self._of_labelled_rows(factor), self.hidden, buffers[0]
+        )
+        d_weight = _finish_gradient(self.d_weight, factor, self.weight, buffers[1])
         d_bias = None
         if self.bias is not None:
-            d_bias = _finished(self.d_bias, factor, self.bias, buffers[2])
+            d_bias = _finish_gradient(self.d_bias, factor, self.bias, buffers[2])
         return (
             d_hidden,
             d_weight,
             d_bias,
-            *(_finished(g, factor, v) for g, v in zip(d_norm, values, strict=True)),
+            *(_finish_gradient(g, factor, v) for g, v in zip(d_norm, values, strict=True)),
         )
 
     def _of_labelled_rows(self, factor: Tensor | None) -> Tensor | None:
@@ -616,14 +622,14 @@ class HeadGradients:
         return factors
 
 
-def _place(total: Tensor, like: Tensor) -> Tensor:
+def _output_buffer(total: Tensor, like: Tensor) -> Tensor:
     """Return the tensor into which a gradient with the dtype of `like` will be written. `total`,
     the sum of the gradients, is used itself if it has this dtype; otherwise an empty tensor of its
     shape."""
     return total if total.dtype == like.dtype else torch.empty_like(total, dtype=like.dtype)
 
 
-def _finished(
+def _finish_gradient(
     total: Tensor | None, factor: Tensor | None, like: Tensor, buffer: Tensor | None = None
 ) -> Tensor | None:
     """Return a sum of gradients times a factor, in the dtype of `like`, in one pass over memory and
@@ -639,12 +645,12 @@ def _finished(
         return None
     if factor is None:
         return total.to(like.dtype)
-    out = _place(total, like) if buffer is None else buffer
+    out = _output_buffer(total, like) if buffer is None else buffer
     # a CPU casts through a copy
-    parts, buffers = (torch.atleast_1d(x).split(ROWS) for x in (total, out))
+    parts, buffers = (torch.atleast_1d(x).split(ROWS_PER_BLOCK) for x in (total, out))
     factors: Sequence[Tensor]
     if factor.dim() == 2:
-        factors = factor.split(ROWS)
+        factors = factor.split(ROWS_PER_BLOCK)
     else:
         # reshaped, because a 0-d tensor would be rounded to total's dtype before the product
         factors = [factor.reshape(1)] * len(parts)

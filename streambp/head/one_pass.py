@@ -7,9 +7,10 @@ true upstream gradient over the expected one.
 
 float16, as the hidden states' dtype or autocast's, uses two passes, because small gradients that a
 GradScaler preserves would underflow. The gradients (dW in float32) live from forward to backward.
-While a forward of a head is pending, the head starts no second one-pass forward (`Pending`). One
-pass is also disabled inside torch's checkpoint and `save_on_cpu`. A checkpoint repeats forward
-while the first run is pending, and the repetition must save the same tensors.
+While a forward of a head is pending, the head starts no second one-pass forward
+(`PendingGradients`). One pass is also disabled inside torch's checkpoint and `save_on_cpu`. A
+checkpoint repeats forward while the first run is pending, and the repetition must save the same
+tensors.
 
 A late factor that is no power of two rounds dhidden a second time. A loss divided by 3 for gradient
 accumulation lost 7 % of the full gradient's precision in bf16. The expected scale is 1 / number of
@@ -34,12 +35,12 @@ from streambp.errors import TWO_BACKWARDS, BackwardError
 from streambp.foreign import torch_own
 from streambp.head.blocks import TokenGradients, fold, product_gradient, token_blocks
 from streambp.head.log_probs import HeadGradients, HeadInputs
-from streambp.layer.oom import explaining, once_more
+from streambp.layer.oom import explain_memory_errors, run_outside_with_retry
 
-SMALLEST = 2.0**-64
+MIN_LOSS_SCALE = 2.0**-64
 
 
-class Pending:
+class PendingGradients:
     """State of losses that compute their gradients in forward: the last loss's gradients, until
     backward returns them, and the expected loss scale.
 
@@ -69,20 +70,20 @@ class Pending:
         """
         # fake tensors must not outlive their mode
         if type(factor) is Tensor and not factor.is_meta:
-            self.factor = _usual(factor)
+            self.factor = _bounded_scale(factor)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"work": None, "factor": None}  # a copied or pickled model has nothing pending
 
 
-def _usual(scale: Tensor) -> Tensor:
+def _bounded_scale(scale: Tensor) -> Tensor:
     """Return the scalar `scale` if its absolute value is between 2^-64 and 2^64; otherwise return
     1. Gradients computed at an expected scale outside of this range would overflow or underflow."""
     size = scale.abs()
-    return torch_own.where((size > SMALLEST) & (size < 1 / SMALLEST), scale, 1.0)
+    return torch_own.where((size > MIN_LOSS_SCALE) & (size < 1 / MIN_LOSS_SCALE), scale, 1.0)
 
 
-def can_run_in_one_pass(hidden: Tensor, pending: Pending) -> bool:
+def can_run_in_one_pass(hidden: Tensor, pending: PendingGradients) -> bool:
     """True if the loss may compute its gradient for hidden [N, h] already in forward.
 
     False without gradients, in float16, under saved-tensor hooks, or while the gradients of an
@@ -105,7 +106,7 @@ class OnePassNLL(torch.autograd.Function):
     def forward(
         ctx: Any,
         inputs: HeadInputs,
-        pending: Pending,
+        pending: PendingGradients,
         scale: Tensor,
         hidden: Tensor,
         weight: Tensor,
@@ -132,7 +133,7 @@ class OnePassNLL(torch.autograd.Function):
         expected = scale
         if pending.factor is not None:
             expected = scale * pending.factor.to(scale)
-        expected = _usual(expected)
+        expected = _bounded_scale(expected)
         wide = torch.promote_types(hidden.dtype, torch.float32)
         total = torch.zeros((), dtype=wide, device=hidden.device)
         work = HeadGradients(inputs, hidden, weight, bias, ctx.needs_input_grad[3:])
@@ -140,12 +141,12 @@ class OnePassNLL(torch.autograd.Function):
         full_vocabulary = slice(0, weight.shape[0])
         upstream = (-expected).repeat(labels.shape[0])
         tokens, _ = inputs.block_size(hidden, weight.shape[0], full_vocabulary=True)
-        with inputs.autocast.off(), inputs.norm_parameters.shadowed() as shadows:
+        with inputs.autocast.disable(), inputs.norm_parameters.shadow() as shadows:
             # The full vocabulary at once: the softmax must be known before the logits are freed.
             for block in token_blocks(labels.shape[0], tokens):
                 leaf, normed = work.recompute(rows, block)
                 with torch.no_grad():
-                    product = products.of(normed, full_vocabulary)  # [n, V]
+                    product = products.multiply(normed, full_vocabulary)  # [n, V]
                     folded = fold(product, inputs.projection, labels[block], full_vocabulary)
                     lse = folded.lse()  # [n]
                     total += (lse - folded.target).sum()
@@ -183,8 +184,12 @@ class OnePassNLL(torch.autograd.Function):
                 f"losses up and call backward once. {TWO_BACKWARDS}"
             )
         where = "in the loss' backward"
-        buffers = once_more(work.hidden.device, work.inputs.drop_saves, work.result_buffers, where)
-        with explaining(where):  # results are computed in place, so this cannot be retried
+        buffers = run_outside_with_retry(
+            work.hidden.device, work.inputs.drop_saves, work.result_buffers, where
+        )
+        with explain_memory_errors(
+            where
+        ):  # results are computed in place, so this cannot be retried
             if work.inputs.labelled:
                 ctx.pending.learn(upstream / ctx.scale)
             return None, None, None, *work.results(upstream / ctx.expected, buffers)

@@ -16,9 +16,9 @@ from streambp.errors import StreamBPError
 from streambp.foreign import nn_own, torch_own
 from streambp.head.blocks import Projection
 from streambp.head.log_probs import BlockwiseLogProbs, TokenLogProbs, check_labels, make_inputs
-from streambp.head.one_pass import OnePassNLL, Pending, can_run_in_one_pass
+from streambp.head.one_pass import OnePassNLL, PendingGradients, can_run_in_one_pass
 from streambp.head.token_positions import LatePadding, take_rows
-from streambp.layer.oom import once_more
+from streambp.layer.oom import run_outside_with_retry
 from streambp.layer.recompute import Autocast, Parameters
 
 
@@ -68,7 +68,7 @@ class HeadRequest:
         projecting: True while the output projection runs.
     """
 
-    pending: Pending
+    pending: PendingGradients
     requested_outputs: tuple[str, ...] | None = None
     temperature: float = 1.0
     in_float32: bool = False
@@ -127,7 +127,7 @@ class LogitsExpression:
     token_positions: Tensor | None = None
     late_padding: LatePadding | None = None
 
-    def reaching(self, source: Tensor, token_positions: Tensor) -> Tensor:
+    def indexable_source(self, source: Tensor, token_positions: Tensor) -> Tensor:
         """Return a tensor of hidden states into which `token_positions` [...] are indices. This is
         the stored `source` [N, h]. If one of the indices is that of padding, the hidden states of
         the full batch [B * T, h] are computed and appended.
@@ -136,9 +136,9 @@ class LogitsExpression:
             source: [N, h].
             token_positions: index of each token in the result.
         """
-        if self.late_padding is None or not self.late_padding.reads(token_positions):
+        if self.late_padding is None or not self.late_padding.reads_padding(token_positions):
             return source
-        return self.late_padding.completed()
+        return self.late_padding.with_padding()
 
     def projected(self) -> Projection:
         """Return scale and softcap of the output projection, together with the request's
@@ -166,7 +166,9 @@ class LogitsExpression:
         The result is [..., h], or [..., V] with a weight; differentiable.
         """
         if self.token_positions is not None:
-            source = take_rows(self.reaching(source, self.token_positions), self.token_positions)
+            source = take_rows(
+                self.indexable_source(source, self.token_positions), self.token_positions
+            )
         # the norm's hooks ran in the model's own call
         value: Tensor = source if self.norm is None else self.norm.forward(source)
         if self.weight is not None:
@@ -214,7 +216,7 @@ class LogitsExpression:
             if x is not None:
                 leaves.append(x.detach().requires_grad_(x.requires_grad))
         indices = [index_by_id.get(id(parameter)) for parameter in norm.parameters()]
-        with torch.enable_grad(), autocast.restored(), parameters.shadowed() as shadows:
+        with torch.enable_grad(), autocast.restore(), parameters.shadow() as shadows:
             remaining = iter(leaves[1:])
             weight = bias = None
             if self.weight is not None:
@@ -273,7 +275,7 @@ def blockwise_loss(
             ignore_index,
             reduction,
         )
-    return once_more(
+    return run_outside_with_retry(
         source.device,
         recipe.request.pending.drop_saves,
         compute,
@@ -363,7 +365,7 @@ def _loss_at_positions(
     read = token_positions[labelled]
     labels = target[labelled]
     repeats = None
-    source = recipe.reaching(source, read)
+    source = recipe.indexable_source(source, read)
     inner_reduction = reduction
     if len(read):
         pairs, pair_of_label = torch.stack([read, labels], 1).unique(dim=0, return_inverse=True)

@@ -22,10 +22,10 @@ from torch import Tensor
 
 from streambp.device import has_data
 
-ROWS = 4096
+ROWS_PER_BLOCK = 4096
 
 
-class AtPositions(torch.autograd.Function):
+class SelectRows(torch.autograd.Function):
     """Autograd function that selects rows by index: source [N, h] and indices [M] -> [M, h]. Unlike
     torch's `index_select`, backward adds the gradients of a repeated row in float32 or wider."""
 
@@ -45,15 +45,17 @@ class AtPositions(torch.autograd.Function):
         total = grad.new_zeros(
             ctx.count, grad.shape[1], dtype=torch.promote_types(grad.dtype, torch.float32)
         )
-        for part, at in zip(grad.split(ROWS), token_positions.split(ROWS), strict=True):
+        for part, at in zip(
+            grad.split(ROWS_PER_BLOCK), token_positions.split(ROWS_PER_BLOCK), strict=True
+        ):
             total.index_add_(0, at, part.to(total.dtype))
         return total.to(grad.dtype), None
 
 
 def take_rows(source: Tensor, token_positions: Tensor) -> Tensor:
     """Return the rows of source [N, h] at indices `token_positions` [...], as [..., h] in source's
-    dtype, with the gradient of `AtPositions`."""
-    flat: Tensor = AtPositions.apply(source, token_positions.reshape(-1))
+    dtype, with the gradient of `SelectRows`."""
+    flat: Tensor = SelectRows.apply(source, token_positions.reshape(-1))
     return flat.view(*token_positions.shape, source.shape[-1])
 
 
@@ -65,7 +67,8 @@ class LatePadding:
     Attributes:
         source: [N, h], hidden states of all tokens without padding, in one packed row.
         compute: returns hidden states of the batch, [B * T, h]; argument: True for a gradient.
-        completed_rows: cached results of `completed`; the key is True for a differentiable result.
+        completed_rows: cached results of `with_padding`; the key is True for a differentiable
+            result.
     """
 
     source: Tensor
@@ -76,12 +79,12 @@ class LatePadding:
         """Return a bool mask [...]: True for indices of tokens, False for indices of padding."""
         return token_positions < self.source.shape[0]
 
-    def reads(self, token_positions: Tensor) -> bool:
+    def reads_padding(self, token_positions: Tensor) -> bool:
         """True if one of the indices `token_positions` [...] is that of padding; synchronizes with
         the device."""
         return has_data(token_positions) and not bool(self.tokens(token_positions).all())
 
-    def completed(self) -> Tensor:
+    def with_padding(self) -> Tensor:
         """Return the hidden states of the packed row, followed by those of the batch with padding:
         [N + B * T, h]. The head reads tokens by indices below N, and padding by indices from N on,
         in one selection.

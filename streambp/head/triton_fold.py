@@ -20,36 +20,38 @@ try:
 except ImportError:  # CPU builds of torch do not include Triton
     triton = None
 
-AVAILABLE = triton is not None
-BLOCK = 4096  # maximal number of entries in a program at once, a power of two
+TRITON_AVAILABLE = triton is not None
+MAX_BLOCK_WIDTH = 4096  # maximal number of entries in a program at once, a power of two
 WARPS = 8
-FIELDS = 6
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+STATISTICS_COUNT = 6
+KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 @functools.lru_cache
-def serves(device: torch.device, dtype: torch.dtype) -> bool:
+def supports_kernels(device: torch.device, dtype: torch.dtype) -> bool:
     """True if the Triton kernels for logits support this device and dtype; otherwise torch's
     operators compute.
 
     The kernels compute in float32 and do not support float64. Tensors on meta represent tensors on
     CUDA, without launches.
     """
-    if dtype not in DTYPES:
+    if dtype not in KERNEL_DTYPES:
         return False
     if device.type == "meta":
         return True
     return (
-        AVAILABLE and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+        TRITON_AVAILABLE
+        and device.type == "cuda"
+        and torch.cuda.get_device_capability(device) >= (8, 0)
     )
 
 
-def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+def use_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Context manager that makes `device` the current device, on which Triton launches kernels."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
-if AVAILABLE:
+if TRITON_AVAILABLE:
 
     @triton.jit
     def _kernel(  # type: ignore[no-untyped-def]
@@ -122,13 +124,15 @@ def fold_rows(
     rows, columns = product.shape
     if product.stride(1) != 1:
         product = product.contiguous()
-    out = product.new_empty((rows, FIELDS), dtype=torch.float32)
+    out = product.new_empty((rows, STATISTICS_COUNT), dtype=torch.float32)
     best = product.new_empty(rows, dtype=torch.int64)
     if rows and product.device.type != "meta":
-        with on_device(product.device):
+        with use_device(product.device):
             _kernel[(rows,)](
                 product, labels.contiguous(), out, best, product.stride(0), columns, first, scale, softcap or 1.0,
-                temperature, capped=softcap is not None, width=min(BLOCK, triton.next_power_of_2(columns)), fields=FIELDS,
+                temperature, capped=softcap is not None,
+                width=min(MAX_BLOCK_WIDTH, triton.next_power_of_2(columns)),
+                fields=STATISTICS_COUNT,
                 num_warps=WARPS,
             )  # fmt: skip
     return *out.unbind(1), best

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from streambp.head.triton_fold import AVAILABLE, WARPS, on_device
+from streambp.head.triton_fold import TRITON_AVAILABLE, WARPS, use_device
 
-BLOCK = 2048  # see `triton_fold.BLOCK`
+MAX_BLOCK_WIDTH = 2048  # see `triton_fold.MAX_BLOCK_WIDTH`
 
-if AVAILABLE:
+if TRITON_AVAILABLE:
     import triton
     import triton.language as tl
 
@@ -99,13 +99,13 @@ def write_gradient(
     if not rows or product.device.type == "meta":
         return
     d_log_probs, d_entropy, d_mean, d_lse = upstream
-    width = min(BLOCK, triton.next_power_of_2(columns))
+    width = min(MAX_BLOCK_WIDTH, triton.next_power_of_2(columns))
     lse = lse.float().contiguous()
     vectors: list[Tensor] = []
     for vector in (entropy, *upstream):
         # lse is a placeholder for arguments that are not read
         vectors.append(lse if vector is None else vector.float().contiguous())
-    with on_device(product.device):
+    with use_device(product.device):
         _kernel[(rows, triton.cdiv(columns, width))](
             product, labels.contiguous(), lse, *vectors, product.stride(0), columns, first, scale,
             softcap or 1.0, temperature, 1.0 / vocabulary,

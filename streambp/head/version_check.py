@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from streambp.device import has_data
 
-SAMPLE = 256
+SAMPLE_SIZE = 256
 
 
 class VersionCheck:
@@ -54,7 +54,7 @@ def _entries(tensor: Tensor) -> Tensor:
     """Return at most SAMPLE entries of a tensor, spread evenly, as a 1-D tensor [SAMPLE], which a
     later check compares with the same entries."""
     with torch.no_grad():
-        count = min(SAMPLE, tensor.numel())
+        count = min(SAMPLE_SIZE, tensor.numel())
         # [count]
         indices = (
             torch.arange(count, device=tensor.device) * (tensor.numel() - 1) // max(count - 1, 1)

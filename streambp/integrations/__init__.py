@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 from typing import Any
 
-PLACES = {
+MODULES_BY_NAME = {
     "StreamCallback": "streambp.model.trainer_logs",
     "TokenBatchSampler": "streambp.integrations.token_batches",
     "optimizer_in_backward": "streambp.integrations.in_backward",
@@ -19,8 +19,8 @@ def __getattr__(name: str) -> Any:
 
     Importing transformers is slow, so nothing is imported earlier.
     """
-    if name in PLACES:
-        return getattr(importlib.import_module(PLACES[name]), name)
+    if name in MODULES_BY_NAME:
+        return getattr(importlib.import_module(MODULES_BY_NAME[name]), name)
     if name.startswith("_") or importlib.util.find_spec(f"{__name__}.{name}") is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return importlib.import_module(f"{__name__}.{name}")

@@ -16,14 +16,14 @@ from typing import Any
 from pydantic import BaseModel, field_validator
 
 from streambp.admission.stacks import find_stacks
-from streambp.launch.process import Launched
+from streambp.launch.process import LaunchedProcess
 from streambp.launch.settings import config_from
-from streambp.libraries import required
+from streambp.libraries import require_library
 
-with required("axolotl"):
+with require_library("axolotl"):
     from axolotl.integrations.base import BasePlugin
 
-SECTION = "The streambp section of axolotl's YAML"
+SECTION_NOTE = "The streambp section of axolotl's YAML"
 
 
 class StreamSection(BaseModel):  # type: ignore[misc]  # pydantic is not typed here
@@ -40,7 +40,7 @@ class StreamSection(BaseModel):  # type: ignore[misc]  # pydantic is not typed h
             ConfigError: a setting is invalid. pydantic reports it, because it is a ValueError.
         """
         if section is not None:
-            config_from(section, SECTION)
+            config_from(section, SECTION_NOTE)
         return section
 
 
@@ -62,6 +62,6 @@ class StreamPlugin(BasePlugin):  # type: ignore[misc]  # axolotl is not typed
         section = cfg.streambp
         if section is None:
             return
-        config = config_from(dict(section), SECTION)
+        config = config_from(dict(section), SECTION_NOTE)
         find_stacks(trainer.model)
-        Launched(config).trainer_made(trainer)
+        LaunchedProcess(config).patch_trainer(trainer)

@@ -22,15 +22,15 @@ from typing import Any
 
 from torch import nn
 
-from streambp.config import FIELDS, StreamConfig, config_of
+from streambp.config import CONFIG_FIELDS, StreamConfig, config_of
 from streambp.errors import ConfigError
 from streambp.fields import short_repr
-from streambp.libraries import required
+from streambp.libraries import require_library
 from streambp.model.trainer_logs import StreamCallback as LoggingCallback
 from streambp.planner.auto import patch
 from streambp.reporting import reason
 
-SECTION = "streambp"
+CONFIG_SECTION = "streambp"
 
 
 def initialize(
@@ -53,7 +53,7 @@ def initialize(
         ConfigError: a key is unknown, a value has the wrong type, or two settings contradict each
             other.
     """
-    with required("deepspeed"):
+    with require_library("deepspeed"):
         import deepspeed
 
     if args:  # deepspeed.initialize(args, model, ...)
@@ -69,7 +69,7 @@ def initialize(
     if stream is not None and model is not None:
         patch(model, stream)
     if source is config and config is not None:
-        config = {key: value for key, value in settings.items() if key != SECTION}
+        config = {key: value for key, value in settings.items() if key != CONFIG_SECTION}
     return deepspeed.initialize(model=model, config=config, **kwargs)
 
 
@@ -120,19 +120,20 @@ def stream_config(settings: dict[str, Any]) -> StreamConfig | None:
     Raises:
         ConfigError: the section is invalid, or activation_checkpointing is set as well.
     """
-    section = settings.get(SECTION)
+    section = settings.get(CONFIG_SECTION)
     if section is None:
         return None
     if not isinstance(section, dict):
         raise ConfigError(
-            f'"{SECTION}" is {short_repr(section)}; it must be an object with the fields {list(FIELDS)}.'
+            f'"{CONFIG_SECTION}" is {short_repr(section)}; it must be an object with the fields '
+            f"{list(CONFIG_FIELDS)}."
         )
     if settings.get("activation_checkpointing"):
         raise ConfigError(
             '"activation_checkpointing" and "streambp" are both set; streamed layers recompute themselves. Remove '
             '"activation_checkpointing".'
         )
-    return config_of(section, f'The section "{SECTION}"', StreamConfig())
+    return config_of(section, f'The section "{CONFIG_SECTION}"', StreamConfig())
 
 
 class DeepSpeedStreamCallback(LoggingCallback):

@@ -23,13 +23,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from streambp.distributed.engines import contents_of, reduces_later
+from streambp.distributed.engines import contents_of, late_reducing_engine
 from streambp.errors import ConfigError
 
-MARK = "_streambp_in_backward"
+BACKWARD_ATTRIBUTE = "_streambp_in_backward"
 
 
-class InBackward:
+class OptimizersInBackward:
     """Handle returned by `optimizer_in_backward`: the optimizers of a model's weights. Each weight
     has its own optimizer, which steps during backward.
 
@@ -56,8 +56,8 @@ class InBackward:
             step = functools.partial(_step, self.optimizers[name], on_host)
             self._handles.append(weight.register_post_accumulate_grad_hook(step))
             self._weights.append(weight)
-            setattr(weight, MARK, True)
-        self._handles.append(model.register_forward_pre_hook(Guard(trained)))
+            setattr(weight, BACKWARD_ATTRIBUTE, True)
+        self._handles.append(model.register_forward_pre_hook(OptimizerGuard(trained)))
 
     def remove(self) -> None:
         """Remove the hooks, so that weights accumulate gradients again. `optimizers` stays
@@ -65,7 +65,7 @@ class InBackward:
         for handle in self._handles:
             handle.remove()
         for weight in self._weights:
-            delattr(weight, MARK)
+            delattr(weight, BACKWARD_ATTRIBUTE)
         self._handles.clear()
         self._weights.clear()
 
@@ -99,7 +99,7 @@ class InBackward:
                 )
 
 
-class Guard:
+class OptimizerGuard:
     """Forward pre-hook of the model that raises ConfigError if weights with an optimizer in
     backward would not train correctly. This happens when an engine (DDP, DeepSpeed) was added, or a
     weight was replaced, after `optimizer_in_backward` was called.
@@ -115,7 +115,7 @@ class Guard:
         self.weights = weights or {}
 
     def __reduce__(self) -> Any:
-        return Guard, ()
+        return OptimizerGuard, ()
 
     @torch.compiler.disable
     def __call__(self, module: nn.Module, args: Any) -> None:
@@ -138,7 +138,7 @@ def _refuse_engine(weight: Tensor) -> None:
     """Raise ConfigError if an engine reduces the gradient of `weight` [...] over ranks only after
     the weight's hooks have run, as DDP and DeepSpeed do. The optimizer in the hook would step with
     this rank's gradient alone."""
-    name = reduces_later(weight)
+    name = late_reducing_engine(weight)
     if name is not None:
         raise ConfigError(
             f"An optimizer in backward does not work under {name}: each weight would step with the "
@@ -181,7 +181,7 @@ def optimizer_in_backward(
     *,
     on_host: bool = False,
     max_grad_norm: float | None = None,
-) -> InBackward:
+) -> OptimizersInBackward:
     """Make each trained weight's optimizer step during backward, when the weight's gradient is
     complete.
 
@@ -216,11 +216,11 @@ def optimizer_in_backward(
     trained: Sequence[Tensor] = [
         parameter for parameter in model.parameters() if parameter.requires_grad
     ]
-    if any(hasattr(parameter, MARK) for parameter in trained):
+    if any(hasattr(parameter, BACKWARD_ATTRIBUTE) for parameter in trained):
         raise ConfigError(
             "The model has an optimizer in backward already. Call remove() of its handle before."
         )
     for parameter in trained:
         _refuse_engine(parameter)
     with torch.inference_mode(False):
-        return InBackward(model, make, on_host)
+        return OptimizersInBackward(model, make, on_host)

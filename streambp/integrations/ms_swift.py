@@ -15,11 +15,11 @@ from typing import Any
 from streambp.admission.stacks import find_stacks
 from streambp.known_names import SWIFTS_PLUGIN
 from streambp.launch.hook import read
-from streambp.launch.process import Launched
-from streambp.launch.settings import from_fields
-from streambp.libraries import required
+from streambp.launch.process import LaunchedProcess
+from streambp.launch.settings import settings_from_fields
+from streambp.libraries import require_library
 
-with required("swift"):
+with require_library("swift"):
     from swift.callbacks import callbacks_map
     from swift.callbacks.base import TrainerCallback
 
@@ -43,9 +43,9 @@ class SwiftStreamCallback(TrainerCallback):  # type: ignore[misc]  # ms-swift is
             UnsupportedModelError: the model cannot be streamed.
             ConfigError: the settings are invalid.
         """
-        config = from_fields(read()).config
+        config = settings_from_fields(read()).config
         find_stacks(self.trainer.model)
-        Launched(config).trainer_made(self.trainer)
+        LaunchedProcess(config).patch_trainer(self.trainer)
 
 
 callbacks_map["streambp"] = SwiftStreamCallback

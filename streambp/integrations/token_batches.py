@@ -94,7 +94,9 @@ class TokenBatchSampler(Sampler[list[int]]):
                 f"Row {self.lengths.index(min(self.lengths))} has no token. Leave such rows out."
             )
         order = range(len(self.lengths))
-        largest_count = max(len(self._in_windows(self._shuffled(0))), len(self._filled(order)))
+        largest_count = max(
+            len(self._cut_windows(self._shuffled(0))), len(self._fill_batches(order))
+        )
         # number for all ranks, the same in every epoch
         self._count = -(-largest_count // num_replicas) * num_replicas
 
@@ -131,9 +133,9 @@ class TokenBatchSampler(Sampler[list[int]]):
         skipped = self._batches_done
         self._batches_done = 0
         order = self._shuffled(epoch)
-        batches = self._in_windows(order)
+        batches = self._cut_windows(order)
         if len(batches) > self._count:
-            batches = self._filled(order)  # `_count` batches at most, in every epoch
+            batches = self._fill_batches(order)  # `_count` batches at most, in every epoch
         while len(batches) < self._count:
             largest_batch = max(range(len(batches)), key=lambda batch: len(batches[batch]))
             rows = batches[largest_batch]
@@ -162,17 +164,17 @@ class TokenBatchSampler(Sampler[list[int]]):
         random.Random(f"{self.seed} {epoch}").shuffle(order)
         return order
 
-    def _in_windows(self, order: Sequence[int]) -> list[list[int]]:
+    def _cut_windows(self, order: Sequence[int]) -> list[list[int]]:
         """Return the batches of an epoch: the rows in `order` are cut into windows, and each window
         into batches."""
         starts = range(0, len(order), self.window)
         batches: list[list[int]] = []
         for start in starts:
-            for batch in self._filled(order[start : start + self.window]):
+            for batch in self._fill_batches(order[start : start + self.window]):
                 batches.append(batch)
         return batches
 
-    def _filled(self, rows: Sequence[int]) -> list[list[int]]:
+    def _fill_batches(self, rows: Sequence[int]) -> list[list[int]]:
         """Cut rows into batches by best fit: take the longest row first, and put each row into the
         fullest batch with enough room."""
         batches: list[list[int]] = []

@@ -20,23 +20,23 @@ from streambp.admission.stacks import find_stacks
 from streambp.errors import UnsupportedModelError
 from streambp.known_names import VERLS_OFFLOAD, VERLS_STRATEGY
 from streambp.launch.hook import read
-from streambp.launch.process import Launched
-from streambp.launch.settings import from_fields
-from streambp.libraries import required
+from streambp.launch.process import LaunchedProcess
+from streambp.launch.settings import settings_from_fields
+from streambp.libraries import require_library
 
-with required("verl"):
+with require_library("verl"):
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
 
 @functools.cache
-def launched() -> Launched:
-    """Return the object that patches this process's models (`Launched`), with the settings in the
-    environment variable STREAMBP_LAUNCH. The first call creates the object.
+def launched_process() -> LaunchedProcess:
+    """Return the object that patches this process's models (`LaunchedProcess`), with the settings
+    in the environment variable STREAMBP_LAUNCH. The first call creates the object.
 
     Raises:
         ConfigError: the settings are invalid.
     """
-    return Launched(from_fields(read()).config)
+    return LaunchedProcess(settings_from_fields(read()).config)
 
 
 def check(engine: Any) -> None:
@@ -80,7 +80,7 @@ def patch_engines(engine_class: Any) -> None:
     @functools.wraps(wrap)
     def _build_fsdp_module(engine: Any, module: nn.Module) -> Any:
         find_stacks(module)
-        launched().training(module)
+        launched_process().training(module)
         return wrap(engine, module)
 
     engine_class.__init__ = __init__

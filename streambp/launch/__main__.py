@@ -17,20 +17,20 @@ from typing import Annotated, Any
 
 import typer
 
-from streambp.arguments import parsed
+from streambp.arguments import parse_command_line
 from streambp.errors import StreamBPError
 from streambp.launch.command import judge
-from streambp.launch.hook import VARIABLE, Hook, install
-from streambp.launch.report import streamed
-from streambp.launch.settings import Allowed, from_flags, with_flags
+from streambp.launch.hook import SETTINGS_VARIABLE, ImportHook, install
+from streambp.launch.report import count_patched_models
+from streambp.launch.settings import AllowUnpatched, add_flags, settings_from_flags
 from streambp.reporting import report_safely
 
-FAILED = 2
+EXIT_FAILED = 2
 app = typer.Typer(add_completion=False, context_settings={"help_option_names": ["-h", "--help"]})
 
 
 @app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False})
-@with_flags
+@add_flags
 def command(
     context: typer.Context,
     script: Annotated[str, typer.Argument(help="and its arguments", metavar="SCRIPT")],
@@ -38,7 +38,7 @@ def command(
         list[str] | None, typer.Argument(metavar="...", show_default=False)
     ] = None,
     as_module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module's name")] = False,
-    allow_unpatched: Allowed = False,
+    allow_unpatched: AllowUnpatched = False,
     **settings: Any,
 ) -> SimpleNamespace:
     """Run a training script with its models patched."""
@@ -50,16 +50,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     code, or 96 if the script succeeded and no model was patched. The flag --allow-unpatched
     prevents 96. A wrong command line returns 2."""
     try:
-        parsed_line = parsed(
+        parsed_line = parse_command_line(
             app, sys.argv[1:] if argv is None else argv, "python -m streambp.launch"
         )
         if isinstance(parsed_line, int):
             return parsed_line
-        os.environ[VARIABLE] = from_flags(parsed_line).to_json()
+        os.environ[SETTINGS_VARIABLE] = settings_from_flags(parsed_line).to_json()
     except StreamBPError as error:
         print(f"streambp: launch: {error}", file=sys.stderr)
-        return FAILED
-    hook: Hook = install()
+        return EXIT_FAILED
+    hook: ImportHook = install()
     sys.argv[:] = [parsed_line.script, *(parsed_line.arguments or ())]
     code = 0
     try:
@@ -80,7 +80,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             code = 1
     return report_safely(
-        lambda: judge(code, streamed([hook.launched.account()]), parsed_line.allow_unpatched),
+        lambda: judge(
+            code,
+            count_patched_models([hook.launched.process_record()]),
+            parsed_line.allow_unpatched,
+        ),
         otherwise=lambda why: code,
     )
 

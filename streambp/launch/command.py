@@ -18,18 +18,25 @@ from typing import Any
 
 from streambp.errors import ConfigError
 from streambp.fields import short_repr
-from streambp.launch.hook import VARIABLE
-from streambp.launch.place import install_hook, remove
-from streambp.launch.report import FOLDER, collect, leave, say, streamed, table
-from streambp.launch.settings import Settings, from_flags
+from streambp.launch.hook import SETTINGS_VARIABLE
+from streambp.launch.hook_file import install_hook, remove
+from streambp.launch.report import (
+    FOLDER_VARIABLE,
+    collect,
+    count_patched_models,
+    say,
+    table,
+    write_record,
+)
+from streambp.launch.settings import LaunchSettings, settings_from_flags
 from streambp.reporting import reason
 
-SITE = Path(__file__).parent / "site"
-NOT_EXECUTABLE, NOT_FOUND = 126, 127  # exit codes of shells
-UNPATCHED = 96
-ALLOWED = "--allow-unpatched"
-PASSED_ON = ("SIGTERM", "SIGHUP", "SIGINT", "SIGQUIT", "SIGUSR1", "SIGUSR2")
-FROM_TERMINAL = ("SIGINT", "SIGQUIT")
+SITE_FOLDER = Path(__file__).parent / "site"
+EXIT_NOT_EXECUTABLE, EXIT_NOT_FOUND = 126, 127  # exit codes of shells
+EXIT_UNPATCHED = 96
+ALLOW_UNPATCHED_OPTION = "--allow-unpatched"
+FORWARDED_SIGNALS = ("SIGTERM", "SIGHUP", "SIGINT", "SIGQUIT", "SIGUSR1", "SIGUSR2")
+TERMINAL_SIGNALS = ("SIGINT", "SIGQUIT")
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -48,7 +55,7 @@ def run(arguments: Any) -> int:
         ConfigError: the flags do not make a `StreamConfig`, or there is no command.
         StreamBPError: the .pth file cannot be written or removed.
     """
-    settings = from_flags(arguments)
+    settings = settings_from_flags(arguments)
     program = arguments.program
     if arguments.install or arguments.uninstall:
         if program:
@@ -59,7 +66,7 @@ def run(arguments: Any) -> int:
             file = install_hook()
             print(
                 f"{file} is placed. Switch it on for a program with "
-                f"{VARIABLE}={shlex.quote(settings.to_json())}"
+                f"{SETTINGS_VARIABLE}={shlex.quote(settings.to_json())}"
             )
         else:
             removed = remove()
@@ -86,12 +93,12 @@ def run(arguments: Any) -> int:
             try:
                 accounts, untold = collect(Path(folder))
                 for account in accounts:
-                    leave(account)  # an outer `streambp launch` reads it
+                    write_record(account)  # an outer `streambp launch` reads it
                 say(f"end of {shlex.join(program)}")
                 say("\n".join([*untold, *([table(accounts)] if accounts or not untold else [])]))
                 if untold:
                     return code
-                return judge(code, streamed(accounts), arguments.allow_unpatched)
+                return judge(code, count_patched_models(accounts), arguments.allow_unpatched)
             except Exception as error:  # a report must not end the program
                 lost = reason(error)
         say(f"what the program's processes did could not be told ({lost})")
@@ -105,7 +112,7 @@ def run(arguments: Any) -> int:
 
 def judge(code: int, patched: int, allowed: bool) -> int:
     """Return the exit code of `streambp launch`. This is the program's exit code, or 96
-    (`UNPATCHED`) if the program succeeded without a patched model.
+    (`EXIT_UNPATCHED`) if the program succeeded without a patched model.
 
     Args:
         code: the program's exit code.
@@ -119,14 +126,14 @@ def judge(code: int, patched: int, allowed: bool) -> int:
             "no model was patched, so the program trained as it does without streambp. It may "
             "train in a loop of its own (--at train), in an interpreter that ignores PYTHONPATH "
             "(-I or -E: use streambp launch --install), or a model that cannot be streamed. "
-            f"{ALLOWED} makes this no error."
+            f"{ALLOW_UNPATCHED_OPTION} makes this no error."
         )
-        return UNPATCHED
+        return EXIT_UNPATCHED
     say("no model was patched")
     return code
 
 
-def environment(settings: Settings, folder: str) -> dict[str, str]:
+def environment(settings: LaunchSettings, folder: str) -> dict[str, str]:
     """Return a copy of this process's environment variables, with further variables that pass the
     settings to the program's processes.
 
@@ -134,11 +141,11 @@ def environment(settings: Settings, folder: str) -> dict[str, str]:
         settings: the settings.
         folder: folder for the processes' reports.
     """
-    paths = [str(SITE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(SITE_FOLDER), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
         **os.environ,
-        VARIABLE: settings.to_json(),
-        FOLDER: folder,
+        SETTINGS_VARIABLE: settings.to_json(),
+        FOLDER_VARIABLE: folder,
         "PYTHONPATH": os.pathsep.join(paths),
     }
 
@@ -176,8 +183,8 @@ def call(program: Sequence[str], variables: dict[str, str]) -> int:
                 f"{getattr(error, 'strerror', None) or error}"
             )
             if isinstance(error, FileNotFoundError):
-                raise NotStartedError(NOT_FOUND) from error
-            raise NotStartedError(NOT_EXECUTABLE) from error
+                raise NotStartedError(EXIT_NOT_FOUND) from error
+            raise NotStartedError(EXIT_NOT_EXECUTABLE) from error
         with _signals_to(child.send_signal):
             while not came.empty():
                 child.send_signal(came.get())
@@ -197,7 +204,7 @@ def _signals_to(receive: Callable[[int], None]) -> Iterator[None]:
     def handle(number: int, frame: FrameType | None) -> None:
         """Forward a signal to the program, unless the terminal has sent it to the program as
         well."""
-        if signal.Signals(number).name in FROM_TERMINAL:
+        if signal.Signals(number).name in TERMINAL_SIGNALS:
             with contextlib.suppress(AttributeError, OSError, ValueError):  # there is no terminal
                 if os.tcgetpgrp(sys.__stdin__.fileno()) == os.getpgrp():  # type: ignore[union-attr]
                     # this process group is in the foreground, so the terminal signals the program
@@ -206,7 +213,7 @@ def _signals_to(receive: Callable[[int], None]) -> Iterator[None]:
         receive(number)
 
     numbers = []
-    for name in PASSED_ON:
+    for name in FORWARDED_SIGNALS:
         if hasattr(signal, name):
             numbers.append(getattr(signal, name))
     handlers = {

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from streambp.known_names import IMAGES_OF_ROWS, PREPARES, PROMPTS, ROLLOUTS
+from streambp.known_names import IMAGES_OF_ROWS, PREPARE_INPUTS, PROMPT_FIELDS, ROLLOUTS
 
 # One value for each row: a tensor [B, ...] or a list of length B. Other values hold for all rows:
 # None, 0-d.
@@ -33,8 +33,10 @@ def keep_groups(trainer: Any) -> None:
     buffer generated batches do not change. `StreamGRPOTrainer` and `streambp launch` call this
     function themselves.
     """
-    if PREPARES not in vars(trainer):  # only once, and never over a function that the user has set
-        setattr(trainer, PREPARES, functools.partial(prepare_groups, trainer))
+    if PREPARE_INPUTS not in vars(
+        trainer
+    ):  # only once, and never over a function that the user has set
+        setattr(trainer, PREPARE_INPUTS, functools.partial(prepare_groups, trainer))
 
 
 def prepare_groups(trainer: Any, generation_batch: Any) -> Any:
@@ -47,7 +49,7 @@ def prepare_groups(trainer: Any, generation_batch: Any) -> Any:
         generation_batch: the argument of `_prepare_inputs`.
     """
     earlier_rollouts = getattr(trainer, ROLLOUTS, None)
-    inputs = getattr(type(trainer), PREPARES)(trainer, generation_batch)
+    inputs = getattr(type(trainer), PREPARE_INPUTS)(trainer, generation_batch)
     rollouts = getattr(trainer, ROLLOUTS, None)
     if rollouts is None or rollouts is earlier_rollouts:
         return inputs
@@ -58,7 +60,7 @@ def prepare_groups(trainer: Any, generation_batch: Any) -> Any:
     # with "auto", micro-batches do not change
     if not any(state.config.rows == "packed" for state in patched):
         return inputs
-    whole_groups = grouped(rollouts)
+    whole_groups = group_batches(rollouts)
     setattr(trainer, ROLLOUTS, whole_groups)
     return next(
         (ours for ours, theirs in zip(whole_groups, rollouts, strict=True) if theirs is inputs),
@@ -66,7 +68,7 @@ def prepare_groups(trainer: Any, generation_batch: Any) -> Any:
     )
 
 
-def grouped(batches: list[Batch]) -> list[Batch]:
+def group_batches(batches: list[Batch]) -> list[Batch]:
     """Return the same rows in micro-batches of the same sizes, in which the completions of each
     prompt are adjacent.
 
@@ -74,9 +76,12 @@ def grouped(batches: list[Batch]) -> list[Batch]:
     unchanged if they have no prompts, or have values without an entry for each row (images).
     """
     first = batches[0]
-    if not all(isinstance(first.get(name), Tensor) for name in PROMPTS) or IMAGES_OF_ROWS in first:
+    if (
+        not all(isinstance(first.get(name), Tensor) for name in PROMPT_FIELDS)
+        or IMAGES_OF_ROWS in first
+    ):
         return batches
-    sizes = [len(batch[PROMPTS[0]]) for batch in batches]
+    sizes = [len(batch[PROMPT_FIELDS[0]]) for batch in batches]
     of_rows = []
     for name, value in first.items():
         if isinstance(value, list) or (torch.is_tensor(value) and value.dim()):
@@ -88,7 +93,9 @@ def grouped(batches: list[Batch]) -> list[Batch]:
     ):
         return batches
     # [rows, 2 P]
-    prompts = torch.cat([torch.cat([batch[name] for name in PROMPTS], dim=1) for batch in batches])
+    prompts = torch.cat(
+        [torch.cat([batch[name] for name in PROMPT_FIELDS], dim=1) for batch in batches]
+    )
     first_rows: dict[int, int] = {}  # prompt -> its first row
     prompt_indices = prompts.unique(dim=0, return_inverse=True)[1].tolist()
     order = sorted(

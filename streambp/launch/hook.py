@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from types import ModuleType
     from typing import Any
 
-    from streambp.launch.process import Launched
+    from streambp.launch.process import LaunchedProcess
 
-VARIABLE = "STREAMBP_LAUNCH"
-WITH_TRLS_HEAD = ("sft", "dpo", "grpo", "rloo", "kto")
+SETTINGS_VARIABLE = "STREAMBP_LAUNCH"
+TRL_HEAD_TRAINERS = ("sft", "dpo", "grpo", "rloo", "kto")
 
 
-class Hook:
+class ImportHook:
     """Import finder (`sys.meta_path`) that changes modules of transformers and TRL right after
     their import, so that they patch models."""
 
@@ -34,9 +34,9 @@ class Hook:
         self.actions: dict[str, Callable[[ModuleType], None]] = {
             "transformers.trainer": self.change_trainer,
             "transformers.modeling_utils": self.change_models,
-            **{f"trl.trainer.{kind}_trainer": self.change_trls_head for kind in WITH_TRLS_HEAD},
+            **{f"trl.trainer.{kind}_trainer": self.change_trls_head for kind in TRL_HEAD_TRAINERS},
         }
-        self._launched: Launched | None = None
+        self._launched: LaunchedProcess | None = None
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         """Return the import spec of a module that this hook changes; None for all other modules,
@@ -65,7 +65,7 @@ class Hook:
         return spec
 
     @property
-    def launched(self) -> Launched:
+    def launched(self) -> LaunchedProcess:
         """Return the object that patches the models of this process.
 
         Raises:
@@ -74,15 +74,15 @@ class Hook:
         """
         if self._launched is None:
             try:
-                from streambp.launch.process import Launched
-                from streambp.launch.settings import from_fields
+                from streambp.launch.process import LaunchedProcess
+                from streambp.launch.settings import settings_from_fields
             except ImportError as error:
                 raise ImportError(
-                    f"{VARIABLE} asks for streambp, but {sys.executable} cannot import it "
+                    f"{SETTINGS_VARIABLE} asks for streambp, but {sys.executable} cannot import it "
                     f"({error}). Install streambp and its requirements for this interpreter, or "
-                    f"run the program without `streambp launch` and {VARIABLE}."
+                    f"run the program without `streambp launch` and {SETTINGS_VARIABLE}."
                 ) from error
-            self._launched = Launched(from_fields(read()).config)
+            self._launched = LaunchedProcess(settings_from_fields(read()).config)
         return self._launched
 
     def change_trainer(self, module: ModuleType) -> None:
@@ -100,7 +100,7 @@ class Hook:
         @wraps(original)  # other libraries read its signature
         def __init__(trainer: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
             original(trainer, *args, **kwargs)
-            self.launched.trainer_made(trainer)
+            self.launched.patch_trainer(trainer)
 
         module.Trainer.__init__ = __init__  # type: ignore[attr-defined]
 
@@ -115,7 +115,7 @@ class Hook:
 
         @wraps(original)
         def add_fused_lm_head(model: Any, *args: Any, **kwargs: Any) -> None:
-            self.launched.head_wanted(original, model, *args, **kwargs)
+            self.launched.add_head(original, model, *args, **kwargs)
 
         module.add_fused_lm_head = add_fused_lm_head  # type: ignore[attr-defined]
 
@@ -151,21 +151,21 @@ def read() -> dict[str, Any]:
     """
     import json
 
-    text = os.environ.get(VARIABLE, "{}")
+    text = os.environ.get(SETTINGS_VARIABLE, "{}")
     try:
         settings = json.loads(text)
     except (ValueError, RecursionError):
         settings = None
     if not isinstance(settings, dict):
         raise ValueError(
-            f"{VARIABLE} is {text!r}; it must be a JSON object with the settings, such as "
+            f"{SETTINGS_VARIABLE} is {text!r}; it must be a JSON object with the settings, such as "
             '{"chunk_size": 8192, "saves": ["attn_out"]}, or {} for the defaults.'
         )
     return settings
 
 
 def install() -> Any:
-    """Return the import finder (`Hook`) of this process; the first call installs it.
+    """Return the import finder (`ImportHook`) of this process; the first call installs it.
 
     Modules that are already imported are changed immediately.
     """
@@ -174,7 +174,7 @@ def install() -> Any:
     )
     if present is not None:
         return present
-    hook = Hook()
+    hook = ImportHook()
     sys.meta_path.insert(0, hook)  # type: ignore[arg-type]
     for name, action in hook.actions.items():
         if name in sys.modules:

@@ -17,16 +17,16 @@ from transformers import TrainerCallback
 from streambp.config import StreamConfig
 from streambp.errors import UnsupportedModelError
 from streambp.launch.groups import keep_groups
-from streambp.launch.report import Account, Model, leave, say, table
+from streambp.launch.report import ModelRecord, ProcessRecord, say, table, write_record
 from streambp.model.describe import describe
 from streambp.model.fused_head import add_head
-from streambp.model.installed import is_patched, streamed_head
+from streambp.model.installed_patch import is_patched, streamed_head
 from streambp.model.trainer_logs import StreamCallback
 from streambp.planner.auto import patch
 from streambp.reporting import reason, report_safely
 
 
-class Launched:
+class LaunchedProcess:
     """Patches the models of one process under `streambp launch`, and records which were patched.
 
     Args:
@@ -35,29 +35,31 @@ class Launched:
 
     def __init__(self, config: StreamConfig) -> None:
         self.config = config
-        self._records: weakref.WeakKeyDictionary[nn.Module, Model] = weakref.WeakKeyDictionary()
+        self._records: weakref.WeakKeyDictionary[nn.Module, ModelRecord] = (
+            weakref.WeakKeyDictionary()
+        )
         self._ours: weakref.WeakKeyDictionary[nn.Module, StreamConfig] = weakref.WeakKeyDictionary()
-        self._models: list[Model] = []
+        self._models: list[ModelRecord] = []
         self._busy = self._has_left = False
-        atexit.register(self.tell, at_end=True)
+        atexit.register(self.print_report, at_end=True)
 
-    def __reduce__(self) -> tuple[type[Launched], tuple[StreamConfig]]:
+    def __reduce__(self) -> tuple[type[LaunchedProcess], tuple[StreamConfig]]:
         """Return a new object with the same config and without records, for pickle.
 
         Hyperparameter sweeps send a Trainer to other processes, which record their own results.
         """
-        return Launched, (self.config,)
+        return LaunchedProcess, (self.config,)
 
-    def trainer_made(self, trainer: Any) -> None:
+    def patch_trainer(self, trainer: Any) -> None:
         """Patch the model of an HF Trainer at the end of the Trainer's `__init__`, and add
         callbacks: one patches later models and prints the report, another logs tokens and memory.
         """
-        self.streams(trainer.model, self.for_trainer(trainer))
-        trainer.add_callback(Watcher(self, trainer))
+        self.patch_model(trainer.model, self.trainer_config(trainer))
+        trainer.add_callback(LaunchCallback(self, trainer))
         StreamCallback.add_to(trainer)
         keep_groups(trainer)
 
-    def for_trainer(self, trainer: Any) -> StreamConfig:
+    def trainer_config(self, trainer: Any) -> StreamConfig:
         """Return the `StreamConfig` for a trainer's model.
 
         eval_logits is True if the trainer has `compute_metrics` or `preprocess_logits_for_metrics`,
@@ -73,7 +75,7 @@ class Launched:
             return dataclasses.replace(config, eval_logits=True)
         return config
 
-    def head_wanted(
+    def add_head(
         self, theirs: Callable[..., None], model: nn.Module, *args: Any, **kwargs: Any
     ) -> None:
         """Add a fused head to a model, in place of TRL's `add_fused_lm_head`: streambp's head if
@@ -85,7 +87,7 @@ class Launched:
             args: further arguments of TRL's function.
             kwargs: keyword arguments of TRL's function.
         """
-        if self.streams(model) and self.config.head:
+        if self.patch_model(model) and self.config.head:
             causal = streamed_head(model)
         else:
             causal = None
@@ -101,11 +103,11 @@ class Launched:
             not self._busy
             and not self._knows(model)
             and not is_patched(model)
-            and self.streams(model)
+            and self.patch_model(model)
         ):
-            model.register_forward_hook(Watcher(self), with_kwargs=False)
+            model.register_forward_hook(LaunchCallback(self), with_kwargs=False)
 
-    def streams(self, model: nn.Module, config: StreamConfig | None = None) -> bool:
+    def patch_model(self, model: nn.Module, config: StreamConfig | None = None) -> bool:
         """Patch a model, unless the user has patched it already. Return True if the model is
         patched afterwards, and False if it cannot be streamed.
 
@@ -119,7 +121,7 @@ class Launched:
         if is_patched(model):
             patched = next((part for part in model.modules() if part in self._ours), None)
             if patched is None or config is None or self._ours[patched] == config:
-                self._note(model if patched is None else patched)
+                self._record_model(model if patched is None else patched)
                 return True
             model = patched
         elif model in self._records:
@@ -132,29 +134,29 @@ class Launched:
             finally:
                 self._busy = False
         except UnsupportedModelError as error:
-            self._records[model] = Model(type(model).__name__, left=str(error))
+            self._records[model] = ModelRecord(type(model).__name__, left=str(error))
             self._models.append(self._records[model])
             say(f"{type(model).__name__} is left as it was: {error}")
-            self.account()
+            self.process_record()
             return False
         self._ours[model] = config
-        self._note(model)
+        self._record_model(model)
         return True
 
-    def _note(self, model: nn.Module) -> None:
+    def _record_model(self, model: nn.Module) -> None:
         """Record a patched model for the report, unless the model or a model around it is recorded
         already."""
         if self._knows(model):
             return
-        self._records[model] = Model(type(model).__name__)
+        self._records[model] = ModelRecord(type(model).__name__)
         self._models.append(self._records[model])
-        self.account()
+        self.process_record()
 
     def _knows(self, model: nn.Module) -> bool:
         """True if this model is recorded, or is part of a recorded model."""
         return any(part is model for recorded in self._records for part in recorded.modules())
 
-    def account(self) -> Account:
+    def process_record(self) -> ProcessRecord:
         """Return the record of this process's models. The record is also written to a file, which
         the `streambp launch` command reads.
 
@@ -176,15 +178,15 @@ class Launched:
                 device = torch.get_device_module(accelerator)
             has_peak = hasattr(device, "max_memory_allocated") and device.is_initialized()
             peak = int(device.max_memory_allocated()) if has_peak else None
-            account = Account(
+            account = ProcessRecord(
                 os.getpid(), os.environ.get("RANK"), str([*sys.argv, ""][0]), self._models, peak
             )
-            self._has_left = leave(account)
+            self._has_left = write_record(account)
             return account
         except Exception as error:
-            return Account(os.getpid(), None, reason(error), self._models)
+            return ProcessRecord(os.getpid(), None, reason(error), self._models)
 
-    def tell(self, at_end: bool = False) -> None:
+    def print_report(self, at_end: bool = False) -> None:
         """Print a report on the models of this process: which layers are computed chunk by chunk,
         and how the loss is computed.
 
@@ -192,7 +194,7 @@ class Launched:
             at_end: True at process exit. The report is then printed only if no `streambp launch`
                 command reads it.
         """
-        account = self.account()
+        account = self.process_record()
         if at_end and (self._has_left or not account.models):
             return
         if os.environ.get("RANK", "0") == "0":  # other ranks would print the same
@@ -205,7 +207,7 @@ class Launched:
             )
 
 
-class Watcher(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
+class LaunchCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
     """Trainer callback that patches models created after `Trainer.__init__`, and prints one report
     after the first step.
 
@@ -214,7 +216,7 @@ class Watcher(TrainerCallback):  # type: ignore[misc]  # transformers is not typ
     with its state, so they do not report again.
     """
 
-    def __init__(self, launched: Launched, trainer: Any = None) -> None:
+    def __init__(self, launched: LaunchedProcess, trainer: Any = None) -> None:
         self.launched = launched
         self.trainer = trainer
         self.has_reported = False
@@ -222,21 +224,21 @@ class Watcher(TrainerCallback):  # type: ignore[misc]  # transformers is not typ
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
         """Patch models that were created after `Trainer.__init__`: the trainer's new model if
         `model_init` created one, and a reference model of a library such as TRL."""
-        self.launched.streams(self.trainer.model, self.launched.for_trainer(self.trainer))
+        self.launched.patch_model(self.trainer.model, self.launched.trainer_config(self.trainer))
         reference = getattr(self.trainer, "ref_model", None)
         if isinstance(reference, nn.Module):
-            self.launched.streams(reference)
+            self.launched.patch_model(reference)
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         """Print the report after the first step; later steps print nothing."""
         if not self.has_reported:
             self.has_reported = True
-            self.launched.tell()
+            self.launched.print_report()
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         """Write this process's record to a file, because the process may be killed before its
         normal exit."""
-        self.launched.account()
+        self.launched.process_record()
 
     @torch.compiler.disable
     def __call__(self, model: nn.Module, inputs: Any, output: Any) -> None:

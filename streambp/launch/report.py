@@ -14,12 +14,12 @@ from pathlib import Path
 from streambp.fields import check_fields
 from streambp.reporting import reason, report_safely
 
-FOLDER = "STREAMBP_LAUNCH_REPORT"  # environment variable with the folder for the records
-DIGITS = 10  # a longer number is no rank
+FOLDER_VARIABLE = "STREAMBP_LAUNCH_REPORT"  # environment variable with the folder for the records
+MAX_RANK_DIGITS = 10  # a longer number is no rank
 
 
 @dataclasses.dataclass
-class Model:
+class ModelRecord:
     """Entry for one model in the report of `streambp launch`.
 
     Attributes:
@@ -34,7 +34,7 @@ class Model:
 
 
 @dataclasses.dataclass
-class Account:
+class ProcessRecord:
     """Record of one process and its models, for the report of `streambp launch`.
 
     Attributes:
@@ -48,7 +48,7 @@ class Account:
     process: int
     rank: str | None
     program: str
-    models: list[Model]
+    models: list[ModelRecord]
     peak: int | None = None
 
     def __post_init__(self) -> None:
@@ -57,10 +57,10 @@ class Account:
             check_fields(model)
 
 
-def leave(account: Account) -> bool:
+def write_record(account: ProcessRecord) -> bool:
     """Write the record of a process into the folder from which the `streambp launch` command reads.
     Return True if the file was written, and False if no folder is set or writing failed."""
-    folder = os.environ.get(FOLDER, "")
+    folder = os.environ.get(FOLDER_VARIABLE, "")
     file = Path(folder, f"{account.process}.json")
     try:
         if not folder:
@@ -73,11 +73,11 @@ def leave(account: Account) -> bool:
     return True
 
 
-def collect(folder: Path) -> tuple[list[Account], list[str]]:
+def collect(folder: Path) -> tuple[list[ProcessRecord], list[str]]:
     """Return the records of all processes in a folder, sorted by rank, and messages about records
     that are missing or cannot be read.
     """
-    accounts: list[Account] = []
+    accounts: list[ProcessRecord] = []
     complaints = []
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -90,8 +90,8 @@ def collect(folder: Path) -> tuple[list[Account], list[str]]:
     for path in report_safely(lambda: sorted(folder.glob("*.json")), otherwise=lambda why: []):
         try:
             fields = json.loads(path.read_text("utf-8"))
-            fields["models"] = [Model(**model) for model in fields["models"]]
-            accounts.append(Account(**fields))
+            fields["models"] = [ModelRecord(**model) for model in fields["models"]]
+            accounts.append(ProcessRecord(**fields))
         except Exception as error:
             complaints.append(f"what process {path.stem} did could not be told ({reason(error)})")
     return sorted(
@@ -103,26 +103,26 @@ def _place(rank: str | None) -> tuple[bool, int, str]:
     """Return a sort key for the environment variable RANK: no rank first, then numbers, then other
     names ("worker-0")."""
     text = rank or ""
-    if text.isdecimal() and len(text) < DIGITS:
+    if text.isdecimal() and len(text) < MAX_RANK_DIGITS:
         number = int(text)
     else:
         number = -1
     return bool(text) and number < 0, number, text
 
 
-def streamed(accounts: Iterable[Account]) -> int:
+def count_patched_models(accounts: Iterable[ProcessRecord]) -> int:
     """Return the number of patched models over all processes."""
     return sum(model.description is not None for account in accounts for model in account.models)
 
 
-def table(accounts: list[Account]) -> str:
+def table(accounts: list[ProcessRecord]) -> str:
     """Return the report of `streambp launch` as text: the models of each process. Processes with
     equal results are listed together."""
     if not accounts:
         return (
             "no process made a Trainer or trained a model that streambp launch could have patched"
         )
-    groups: dict[str, list[Account]] = {}
+    groups: dict[str, list[ProcessRecord]] = {}
     for account in accounts:
         lines = [f"  program     {account.program}"]
         models = [(model.kind, model.left, model.description) for model in account.models]

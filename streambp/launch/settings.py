@@ -12,15 +12,15 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import typer
 
-from streambp.config import FIELDS, StreamConfig, config_of
+from streambp.config import CONFIG_FIELDS, StreamConfig, config_of
 from streambp.fields import check_fields
 
 T = TypeVar("T")
-DEFAULTS = StreamConfig(lazy_logits=True)  # unchanged programs read logits
+LAUNCH_DEFAULTS = StreamConfig(lazy_logits=True)  # unchanged programs read logits
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class LaunchSettings:
     """Settings of `streambp launch`: how models are patched, and when.
 
     Attributes:
@@ -32,7 +32,7 @@ class Settings:
         ConfigError: `at` has another value.
     """
 
-    config: StreamConfig = DEFAULTS
+    config: StreamConfig = LAUNCH_DEFAULTS
     at: Literal["trainer", "train"] = "trainer"
 
     def __post_init__(self) -> None:
@@ -41,19 +41,19 @@ class Settings:
     def to_json(self) -> str:
         """Return the settings that differ from the defaults as JSON, for an environment
         variable."""
-        fields = {name: getattr(self.config, name) for name in FIELDS}
+        fields = {name: getattr(self.config, name) for name in CONFIG_FIELDS}
         changed_fields: dict[str, Any] = {}
         for name, value in fields.items():
-            if value != getattr(DEFAULTS, name):
+            if value != getattr(LAUNCH_DEFAULTS, name):
                 changed_fields[name] = value
         return json.dumps(
             changed_fields if self.at == "trainer" else {**changed_fields, "at": self.at}
         )
 
 
-def from_fields(fields: dict[str, Any]) -> Settings:
-    """Return the `Settings` of `streambp launch` from a dict with `StreamConfig`'s fields and "at",
-    parsed from JSON.
+def settings_from_fields(fields: dict[str, Any]) -> LaunchSettings:
+    """Return the `LaunchSettings` of `streambp launch` from a dict with `StreamConfig`'s fields and
+    "at", parsed from JSON.
 
     Raises:
         ConfigError: a name is unknown, or a value is invalid.
@@ -62,7 +62,7 @@ def from_fields(fields: dict[str, Any]) -> Settings:
     for name, value in fields.items():
         if name != "at":
             config[name] = value
-    return Settings(config_from(config, "streambp launch"), fields.get("at", "trainer"))
+    return LaunchSettings(config_from(config, "streambp launch"), fields.get("at", "trainer"))
 
 
 def config_from(fields: dict[str, Any], source: str) -> StreamConfig:
@@ -78,16 +78,16 @@ def config_from(fields: dict[str, Any], source: str) -> StreamConfig:
     Raises:
         ConfigError: a name is unknown, or a value is invalid.
     """
-    lazy_logits = DEFAULTS.lazy_logits and fields.get("head") is not False
-    return config_of({"lazy_logits": lazy_logits, **fields}, source, DEFAULTS)
+    lazy_logits = LAUNCH_DEFAULTS.lazy_logits and fields.get("head") is not False
+    return config_of({"lazy_logits": lazy_logits, **fields}, source, LAUNCH_DEFAULTS)
 
 
-Allowed = Annotated[
+AllowUnpatched = Annotated[
     bool, typer.Option("--allow-unpatched", help="succeed where no model was patched")
 ]
 
 
-def with_flags(function: Callable[..., T]) -> Callable[..., T]:
+def add_flags(function: Callable[..., T]) -> Callable[..., T]:
     """Return the function with another signature for typer, in which one parameter for each setting
     replaces `**settings`. typer makes a flag of each parameter.
 
@@ -101,9 +101,9 @@ def with_flags(function: Callable[..., T]) -> Callable[..., T]:
             arguments.append(parameter)
     hints = typing.get_type_hints(StreamConfig)
     flags = []
-    for name in FIELDS:
+    for name in CONFIG_FIELDS:
         flag = name.replace("_", "-")
-        default = getattr(DEFAULTS, name)
+        default = getattr(LAUNCH_DEFAULTS, name)
         help_text = f"StreamConfig's {name} (default: {default!r})"
         if bool in (hints[name], *typing.get_args(hints[name])):
             kind: Any = Annotated[
@@ -131,16 +131,16 @@ def with_flags(function: Callable[..., T]) -> Callable[..., T]:
     return function
 
 
-def from_flags(arguments: Any) -> Settings:
-    """Return the `Settings` from a command line's parsed arguments.
+def settings_from_flags(arguments: Any) -> LaunchSettings:
+    """Return the `LaunchSettings` from a command line's parsed arguments.
 
     Raises:
         ConfigError: `StreamConfig` rejects a value.
     """
     fields = {}
     for name, value in vars(arguments).items():
-        if name in (*FIELDS, "at") and value is not None:
+        if name in (*CONFIG_FIELDS, "at") and value is not None:
             fields[name] = value
     if "saves" in fields:
         fields["saves"] = tuple(name for name in fields["saves"].split(",") if name)
-    return from_fields(fields)
+    return settings_from_fields(fields)

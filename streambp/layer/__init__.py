@@ -10,15 +10,16 @@ float32). A tensor lives in the whole sequence's shape, or in a chunk's.
                                                 wants a gradient becomes a leaf of each chunk
                                                 (`arguments.py`)
         parameters         in their slots       shadows stand in for them while chunks are differentiated (`recompute.py`)
-    handed from chunk to chunk (`carried.py`)
+    handed from chunk to chunk (`chunk_states.py`)
         K, V               [B, T, H_kv, D]      of all tokens so far; in one buffer, or in a tile for each chunk
         dK, dV             the same, wide       sums over the chunks that read them, complete after their own chunk's
-        states             by `Key`             a recurrence's or convolution's; upstream: the gradients of end states
-    kept from forward for backward (`saved.py`), on the device or on the host
+        states             by `StateKey`        a recurrence's or convolution's; upstream: the
+        gradients of end states
+    kept from forward for backward (`saved_tensors.py`), on the device or on the host
         x                  [..., B, C, h]       a chunk's hidden_states
         attended           [B, C, H, D_v]       attention's output, with its logsumexp [B, H, C] in float32 or float64
         products           [B, C, out]          outputs of Linears, by `saves`
-        start states       by `Key`
+        start states       by `StateKey`
     made in backward, for one chunk at a time
         the graph          of the recomputed chunk, from leaves of x, arguments, states and shadows to its outputs
         upstream           [..., B, C, h]       the chunk's part of the gradient that came in, a view

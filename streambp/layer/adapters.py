@@ -3,10 +3,10 @@ against it is stored.
 
 [Note: adapters] While a streamed layer runs, an `Adaptation` replaces the forward of each LoRA
 Linear inside. The replacement computes the result of peft's forward as one operation
-(`adapted.py`). At all other times the modules are unchanged, so peft can switch, merge, save or add
-adapters as usual. A module's factors are read again after the layer has changed. If peft's forward
-does more than the two skinny products, the module keeps peft's forward, bit for bit, and `describe`
-prints the reason.
+(`adapted_linear.py`). At all other times the modules are unchanged, so peft can switch, merge, save
+or add adapters as usual. A module's factors are read again after the layer has changed. If peft's
+forward does more than the two skinny products, the module keeps peft's forward, bit for bit, and
+`describe` prints the reason.
 
 Factors are computed from the adapters' values once for each call of the layer, and are freed when
 its backward ends. The values are read from the parameters' slots: shadows in a backward, gathered
@@ -32,39 +32,45 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from streambp.accumulate import HALF
+from streambp.accumulate import HALF_DTYPES
 from streambp.device import has_data, without_autocast
-from streambp.foreign import compiled_inside, home_of
-from streambp.known_names import LORA_LAYERS, LORA_OF_PACKED, MODULE_HOOKS, MODULE_TABLES, ONE_INPUT
-from streambp.layer.adapted import (
+from streambp.foreign import compiled_submodules, home_of
+from streambp.known_names import (
+    LORA_LAYERS,
+    LORA_OF_PACKED,
+    MODULE_HOOKS,
+    MODULE_TABLES,
+    SHARED_INPUT_LINEARS,
+)
+from streambp.layer.adapted_linear import (
     AdaptedLinear,
+    AdaptedLinearArguments,
+    AdapterGroup,
+    AdapterScale,
     Factor,
-    Group,
-    Scale,
-    Shared,
     SharedInput,
-    Work,
+    SharedInputState,
     factor_of,
-    joined_factor,
+    join_factors,
 )
 from streambp.layer.expert_adapters import (
-    ExpertReading,
     FactoredExperts,
+    LoraParameter,
     expert_kinds,
     read_experts,
 )
 from streambp.layer.products import (
-    ADAPTED,
+    ADAPTATION_ATTRIBUTE,
     TENSOR_TYPES,
-    UNREAD,
-    Add,
-    Cast,
-    Unread,
-    cast_to,
+    UNREAD_OUTPUT,
+    AddProduct,
+    ComparedRows,
+    WeightCast,
     computes_plainly,
-    hooked_everywhere,
+    has_global_hooks,
+    linear_autocast_dtype,
 )
-from streambp.offload.decoded import (
+from streambp.offload.decoded_weights import (
     FORWARD,
     CountedPackedLinear,
     DecodedLinear,
@@ -72,9 +78,9 @@ from streambp.offload.decoded import (
     has_packed_weight,
 )
 
-PARAMETERS = MODULE_TABLES[0]
+PARAMETERS_ATTRIBUTE = MODULE_TABLES[0]
 # float16 is left out: rounding errors of its parts would underflow
-DTYPES = (torch.bfloat16, torch.float32, torch.float64)
+ADAPTER_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 
 
 class Adapter(NamedTuple):
@@ -86,7 +92,7 @@ class Adapter(NamedTuple):
     scale: float
 
     @property
-    def drops(self) -> float:
+    def dropout_rate(self) -> float:
         """Return the probability of the dropout before A; 0 if the dropout is inactive."""
         if isinstance(self.dropout, nn.Dropout) and self.dropout.training:
             return float(self.dropout.p)
@@ -94,7 +100,7 @@ class Adapter(NamedTuple):
 
 
 @dataclasses.dataclass(eq=False)
-class Reading:
+class LoraLinear:
     """A LoRA Linear of peft, and the decision whether streambp computes it with `AdaptedLinear` or
     calls peft's own forward.
 
@@ -114,23 +120,23 @@ class Reading:
     why_in_call: str | None = None
 
     @property
-    def is_one(self) -> bool:
+    def is_fused(self) -> bool:
         """True if the last call ran `AdaptedLinear` instead of peft's forward."""
         return self.why is None and self.why_in_call is None
 
 
-Readings = dict[str, Reading | ExpertReading]
+LoraModules = dict[str, LoraLinear | LoraParameter]
 
 
-def readings(layer: nn.Module) -> Readings:
+def lora_modules_of(layer: nn.Module) -> LoraModules:
     """Return the LoRA Linears of peft inside a layer, and its adapted parameters of experts, by
     name. Modules with merged, disabled or no active adapters are left out."""
     kinds = _kinds()
     if not kinds:
         return {}
     of_experts = expert_kinds()
-    compiled = {id(inner) for module in compiled_inside(layer) for inner in module.modules()}
-    by_name: Readings = {}
+    compiled = {id(inner) for module in compiled_submodules(layer) for inner in module.modules()}
+    by_name: LoraModules = {}
     for name, module in layer.named_modules():
         if type(module) not in (*kinds, *of_experts):
             continue
@@ -143,29 +149,31 @@ def readings(layer: nn.Module) -> Readings:
                 if id(module) in compiled:
                     of_parameter.why = "it is compiled"
             continue
-        reading = Reading(module, why="it is compiled") if id(module) in compiled else _read(module)
-        if reading.why is not None or reading.adapters:
-            by_name[name] = reading
+        lora_module = (
+            LoraLinear(module, why="it is compiled") if id(module) in compiled else _read(module)
+        )
+        if lora_module.why is not None or lora_module.adapters:
+            by_name[name] = lora_module
     return by_name
 
 
-def keep_reasons(previous: Readings, current: Readings) -> None:
-    """Copy the reasons why peft's forward ran in the last call from earlier readings to new
-    readings of the same modules, so that `describe` still reports them.
+def keep_reasons(previous: LoraModules, current: LoraModules) -> None:
+    """Copy the reasons why peft's forward ran in the last call from earlier results of
+    `lora_modules_of` to new results for the same modules, so that `describe` still reports them.
 
     Args:
-        previous: the earlier readings, by name.
-        current: the new readings, by name; `why_in_call` is set.
+        previous: the earlier modules, by name.
+        current: the new modules, by name; `why_in_call` is set.
     """
-    for name, reading in current.items():
-        previous_reading = previous.get(name)
-        if previous_reading is not None and previous_reading.module is reading.module:
-            reading.why_in_call = previous_reading.why_in_call
+    for name, lora_module in current.items():
+        previous_module = previous.get(name)
+        if previous_module is not None and previous_module.module is lora_module.module:
+            lora_module.why_in_call = previous_module.why_in_call
 
 
 def _kinds() -> tuple[Any, ...]:
-    """Return the classes of peft's LoRA Linears, by which `readings` finds them; () if peft is not
-    imported."""
+    """Return the classes of peft's LoRA Linears, by which `lora_modules_of` finds them; () if peft
+    is not imported."""
     plain, packed = sys.modules.get(LORA_LAYERS), sys.modules.get(LORA_OF_PACKED)
     kinds = () if plain is None else (plain.Linear,)
     if packed is None or not hasattr(packed, "Linear4bit"):
@@ -173,7 +181,7 @@ def _kinds() -> tuple[Any, ...]:
     return (*kinds, packed.Linear4bit)
 
 
-def _read(module: Any) -> Reading:
+def _read(module: Any) -> LoraLinear:
     base = module.base_layer
     names: list[str] = []
     parts: list[tuple[Any, Any, Any]] = []
@@ -183,11 +191,11 @@ def _read(module: Any) -> Reading:
             parts.append((module.lora_A[name], module.lora_B[name], module.lora_dropout[name]))
     why = _why_not(module, base, names, parts)
     if why is not None:
-        return Reading(module, why=why)
+        return LoraLinear(module, why=why)
     adapters: list[Adapter] = []
     for name, part in zip(names, parts, strict=True):
         adapters.append(Adapter(*part, float(module.scaling[name])))
-    return Reading(module, base, tuple(adapters))
+    return LoraLinear(module, base, tuple(adapters))
 
 
 def _why_not(
@@ -225,8 +233,8 @@ def _why_not(
     packed = has_packed_weight(base)
     if not packed and not (computes_plainly(base) and type(base.weight) in TENSOR_TYPES):
         return f"its base is a {type(base).__name__}"
-    if not packed and base.weight.dtype not in DTYPES:
-        return f"its weight is {_word(base.weight.dtype)}"
+    if not packed and base.weight.dtype not in ADAPTER_DTYPES:
+        return f"its weight is {_dtype_name(base.weight.dtype)}"
     for a, b, dropout in parts:
         if not (computes_plainly(a) and computes_plainly(b) and a.bias is None):
             return f"its adapter is made of a {type(a).__name__} and a {type(b).__name__}"
@@ -239,7 +247,7 @@ def _why_not(
     return None
 
 
-class Made(NamedTuple):
+class CachedFactor(NamedTuple):
     """A cached `Factor` and the tensors it was computed from.
 
     Attributes:
@@ -253,7 +261,7 @@ class Made(NamedTuple):
     factor: Factor
 
 
-Factors = dict[Any, Made]
+Factors = dict[Any, CachedFactor]
 
 
 def bytes_of(factors: Iterable[Factors]) -> int:
@@ -286,7 +294,7 @@ def _decodes(base: Any, x: Tensor) -> bool:
     return has_data(x) and DecodedLinear(base).decodes(x)
 
 
-def _word(dtype: torch.dtype | None) -> str:
+def _dtype_name(dtype: torch.dtype | None) -> str:
     """Return a dtype's name without "torch.", for messages."""
     return str(dtype).removeprefix("torch.")
 
@@ -297,13 +305,13 @@ class Adaptation:
     result is that of peft's forward, computed as one operation. [Note: adapters]
 
     Attributes:
-        reading: the Linear with its base and its adapters.
+        lora_linear: the Linear with its base and its adapters.
         peft_forward: peft's forward, called with (module, x, ...).
         factors: cached LoRA matrices in the compute dtype.
         siblings: the Linears that read the same x; None: there are none.
     """
 
-    reading: Reading
+    lora_linear: LoraLinear
     peft_forward: Callable[..., Tensor]
     factors: Factors
     siblings: Siblings | None = None
@@ -312,39 +320,40 @@ class Adaptation:
         """Return the LoRA Linear's output [..., out] for x [..., in]. Calls with more arguments go
         to peft's forward."""
         if args or kwargs:
-            return self.peft_forward(self.reading.module, x, *args, **kwargs)
+            return self.peft_forward(self.lora_linear.module, x, *args, **kwargs)
         return self.product(x)
 
     def product(
         self,
         x: Tensor,
-        value: Tensor | Unread | None = None,
-        add: Add | None = None,
-        cast: Cast | None = None,
+        value: Tensor | ComparedRows | None = None,
+        add: AddProduct | None = None,
+        cast: WeightCast | None = None,
     ) -> Tensor:
         """Return the LoRA Linear's output [..., out] for x [..., in].
 
         Args:
             x: [..., in].
             value: the saved output [..., out], returned as a view. None: compute the output. A
-                slice: compute these rows only; all other rows are NaN. `UNREAD` is the empty slice.
+                slice: compute these rows only; all other rows are NaN. `UNREAD_OUTPUT` is the empty
+                    slice.
             add: callback for backward: gets two matrices [out, n] and [n, in] whose product is the
                 weight's gradient, and adds this product to a sum; None: autograd returns the
                 gradient.
             cast: function of a dtype that returns the base's weight in this dtype; None: cast here.
         """
-        dtype = cast_to(x)
-        self.reading.why_in_call = self.why_not(x, dtype or x.dtype)
-        if self.reading.why_in_call is not None:
-            return self.peft_forward(self.reading.module, x)
+        dtype = linear_autocast_dtype(x)
+        self.lora_linear.why_in_call = self.why_not(x, dtype or x.dtype)
+        if self.lora_linear.why_in_call is not None:
+            return self.peft_forward(self.lora_linear.module, x)
         weight, bias = self._base(x, dtype, cast)
-        caller_input, masks = x, [self._mask(x, adapter) for adapter in self.reading.adapters]
-        if value is UNREAD and not torch.is_grad_enabled():
+        caller_input, masks = x, [self._mask(x, adapter) for adapter in self.lora_linear.adapters]
+        if value is UNREAD_OUTPUT and not torch.is_grad_enabled():
             return x.new_full((*x.shape[:-1], weight.shape[0]), torch.nan, dtype=dtype or x.dtype)
         x = x if dtype is None else x.to(dtype)
         shared = None
         if self.siblings is not None and all(mask is None for mask in masks):
-            shared = self.siblings.shared(caller_input, x, self)
+            shared = self.siblings.share_input(caller_input, x, self)
         if shared is None:
             work, tensors = self._work(x.dtype, masks, value, add)
         else:
@@ -363,37 +372,43 @@ class Adaptation:
             x: the Linear's input.
             dtype: the dtype of the matrix products.
         """
-        module, base = self.reading.module, self.reading.base
+        module, base = self.lora_linear.module, self.lora_linear.base
         if type(x) not in TENSOR_TYPES or x.dim() < 2 or not x.numel():
             return "its input is no tensor [..., tokens, features] with entries"
-        if dtype not in DTYPES:
-            return f"it is computed in {_word(dtype)}"
+        if dtype not in ADAPTER_DTYPES:
+            return f"it is computed in {_dtype_name(dtype)}"
         adapter_dtypes: set[torch.dtype] = set()
-        for adapter in self.reading.adapters:
+        for adapter in self.lora_linear.adapters:
             for tensor in _tensors(adapter):
                 if tensor is not None:
                     adapter_dtypes.add(tensor.dtype)
         if not (
-            adapter_dtypes <= {dtype, torch.float32} if dtype in HALF else adapter_dtypes == {dtype}
+            adapter_dtypes <= {dtype, torch.float32}
+            if dtype in HALF_DTYPES
+            else adapter_dtypes == {dtype}
         ):
-            kinds = " and ".join(sorted(map(_word, adapter_dtypes)))
-            return f"its adapter is {kinds}, and it is computed in {_word(dtype)}"
-        if cast_to(x) is None and not (
+            kinds = " and ".join(sorted(map(_dtype_name, adapter_dtypes)))
+            return f"its adapter is {kinds}, and it is computed in {_dtype_name(dtype)}"
+        if linear_autocast_dtype(x) is None and not (
             getattr(module, "cast_input_dtype_enabled", True) or adapter_dtypes == {dtype}
         ):
             return "peft's casts of inputs are switched off"
         if has_packed_weight(base):
             if x.dtype != dtype or not _decodes(base, x):
                 return (
-                    f"its 4-bit base computes in {_word(base.compute_dtype)}, and its input is "
-                    f"{_word(x.dtype)}"
+                    f"its 4-bit base computes in {_dtype_name(base.compute_dtype)}, and its input "
+                    "is "
+                    f"{_dtype_name(x.dtype)}"
                 )
-        elif cast_to(x) is None and _slot(base).dtype != dtype:
-            return f"its weight is {_word(_slot(base).dtype)}, and its input is {_word(dtype)}"
+        elif linear_autocast_dtype(x) is None and _current_weight(base).dtype != dtype:
+            return (
+                f"its weight is {_dtype_name(_current_weight(base).dtype)}, and its input is "
+                f"{_dtype_name(dtype)}"
+            )
         return None
 
     def _base(
-        self, x: Tensor, dtype: torch.dtype | None, cast: Cast | None
+        self, x: Tensor, dtype: torch.dtype | None, cast: WeightCast | None
     ) -> tuple[Tensor, Tensor | None]:
         """Return the base Linear's weight [out, in] and bias [out] in the dtype of the matrix
         products.
@@ -403,8 +418,8 @@ class Adaptation:
             dtype: the dtype that autocast casts to; None: the weight is not cast.
             cast: function of a dtype that returns the weight in this dtype; None: cast here.
         """
-        base = self.reading.base
-        slots = vars(base)[PARAMETERS]
+        base = self.lora_linear.base
+        slots = vars(base)[PARAMETERS_ATTRIBUTE]
         bias = slots["bias"]
         if has_packed_weight(base):
             return decoded_weight(base), bias
@@ -420,10 +435,10 @@ class Adaptation:
 
         The dropout is called on ones, so it draws the same random numbers as in peft's forward.
         """
-        if not adapter.drops:
+        if not adapter.dropout_rate:
             return None
-        packed = has_packed_weight(self.reading.base) and torch.is_autocast_enabled()
-        dtype = x.dtype if packed else _slot(adapter.a).dtype
+        packed = has_packed_weight(self.lora_linear.base) and torch.is_autocast_enabled()
+        dtype = x.dtype if packed else _current_weight(adapter.a).dtype
         with torch.no_grad():
             dropped_ones: Tensor = adapter.dropout(torch.ones_like(x, dtype=dtype))
             return (dropped_ones != 0).flatten(0, -2)
@@ -432,50 +447,58 @@ class Adaptation:
         self,
         dtype: torch.dtype,
         masks: list[Tensor | None],
-        value: Tensor | Unread | None,
-        add: Add | None,
+        value: Tensor | ComparedRows | None,
+        add: AddProduct | None,
         factor: Factor | None = None,
-    ) -> tuple[Work, list[Tensor | None]]:
-        """Return those arguments of `AdaptedLinear.apply` that follow from the adapters: a `Work`,
-        and a flat list of each adapter's A [r, in], B [out, r] and B's bias [out].
+    ) -> tuple[AdaptedLinearArguments, list[Tensor | None]]:
+        """Return those arguments of `AdaptedLinear.apply` that follow from the adapters: a
+        `AdaptedLinearArguments`, and a flat list of each adapter's A [r, in], B [out, r] and B's
+        bias [out].
 
         Args:
             dtype: dtype of the matrix products.
             masks: dropout mask of each adapter's input, shaped like x; None: no dropout.
             value: the saved output [..., out], returned as a view. None: compute the output. A
-                slice: compute these rows only; all other rows are NaN. `UNREAD` is the empty slice.
+                slice: compute these rows only; all other rows are NaN. `UNREAD_OUTPUT` is the empty
+                    slice.
             add: callback for backward: gets two matrices [out, n] and [n, in] whose product is the
                 weight's gradient, and adds this product to a sum; None: autograd returns the
                 gradient.
             factor: the A matrices of all adapters, concatenated; None: use the cached one.
         """
-        adapters, base = self.reading.adapters, self.reading.base
+        adapters, base = self.lora_linear.adapters, self.lora_linear.base
         scales = []
         for adapter, mask in zip(adapters, masks, strict=True):
-            keep_probability = 1.0 if mask is None else 1.0 - adapter.drops
+            keep_probability = 1.0 if mask is None else 1.0 - adapter.dropout_rate
             scales.append(
-                Scale(_slot(adapter.a).shape[0], adapter.scale / keep_probability, adapter.scale)
+                AdapterScale(
+                    _current_weight(adapter.a).shape[0],
+                    adapter.scale / keep_probability,
+                    adapter.scale,
+                )
             )
         groups, start = [], 0
         if all(mask is None for mask in masks):
             factor = self.a(dtype) if factor is None else factor
-            groups.append(Group(factor, 0, sum(scale.rank for scale in scales)))
+            groups.append(AdapterGroup(factor, 0, sum(scale.rank for scale in scales)))
         else:
             for adapter, scale, mask in zip(adapters, scales, masks, strict=True):
-                groups.append(Group(self.a(dtype, adapter), start, start + scale.rank, mask))
+                groups.append(AdapterGroup(self.a(dtype, adapter), start, start + scale.rank, mask))
                 start += scale.rank
         decode = functools.partial(decoded_weight, base) if has_packed_weight(base) else None
-        work = Work(groups, self._b(dtype, scales), scales, value, add, decode)
+        work = AdaptedLinearArguments(groups, self._b(dtype, scales), scales, value, add, decode)
         return work, [tensor for adapter in adapters for tensor in _tensors(adapter)]
 
     def a(self, dtype: torch.dtype, adapter: Adapter | None = None) -> Factor:
         """Return the matrix A of one adapter, split for the matrix products. None stands for all
         adapters of this Linear: their A matrices are concatenated."""
-        adapters = self.reading.adapters if adapter is None else (adapter,)
-        matrices = [_slot(entry.a) for entry in adapters]
-        return self._made((dtype, adapter), matrices, lambda: factor_of(_joined(matrices), dtype))
+        adapters = self.lora_linear.adapters if adapter is None else (adapter,)
+        matrices = [_current_weight(entry.a) for entry in adapters]
+        return self._cached_factor(
+            (dtype, adapter), matrices, lambda: factor_of(_join_stacks(matrices), dtype)
+        )
 
-    def _b(self, dtype: torch.dtype, scales: list[Scale]) -> Factor:
+    def _b(self, dtype: torch.dtype, scales: list[AdapterScale]) -> Factor:
         """Return the matrices B of all adapters, transposed and scaled, with the biases as further
         rows.
 
@@ -483,9 +506,9 @@ class Adaptation:
             dtype: the dtype of the matrix products.
             scales: scale factors of each adapter.
         """
-        bias = vars(self.reading.base)[PARAMETERS]["bias"]
+        bias = vars(self.lora_linear.base)[PARAMETERS_ATTRIBUTE]["bias"]
         tensors = [
-            *itertools.chain(*(_tensors(adapter)[1:] for adapter in self.reading.adapters)),
+            *itertools.chain(*(_tensors(adapter)[1:] for adapter in self.lora_linear.adapters)),
             bias,
         ]
 
@@ -503,11 +526,13 @@ class Adaptation:
                     for adapter_bias, scale in pairs
                 ),
             ]
-            return factor_of(_joined(scaled), dtype, tuple(row for row in rows if row is not None))
+            return factor_of(
+                _join_stacks(scaled), dtype, tuple(row for row in rows if row is not None)
+            )
 
-        return self._made((dtype, *(scale.b for scale in scales)), tensors, make)
+        return self._cached_factor((dtype, *(scale.b for scale in scales)), tensors, make)
 
-    def _made(self, key: Any, tensors: list[Any], make: Callable[[], Factor]) -> Factor:
+    def _cached_factor(self, key: Any, tensors: list[Any], make: Callable[[], Factor]) -> Factor:
         """Return `make()`, cached until one of `tensors` is replaced or written to.
 
         Args:
@@ -521,7 +546,7 @@ class Adaptation:
             return cached.factor
         with torch.no_grad():
             factor = make()
-        self.factors[key] = Made(
+        self.factors[key] = CachedFactor(
             [tensor.detach() for tensor in tensors if tensor is not None], state, factor
         )
         return factor
@@ -537,16 +562,16 @@ class Siblings:
         record: tuple of the first member's input, a pair (version of the input, grad mode), the
             products x A^T of all members, x in the compute dtype, and the indices of the members
             that have read x. None: no member has been called, or all have.
-        joined: the factors of the members and their `joined_factor`; None: not computed.
+        joined: the factors of the members and their `join_factors`; None: not computed.
     """
 
     members: list[Adaptation] = dataclasses.field(default_factory=list)
-    record: tuple[Tensor, tuple[int, bool], Shared, Tensor, set[int]] | None = None
+    record: tuple[Tensor, tuple[int, bool], SharedInputState, Tensor, set[int]] | None = None
     joined: tuple[list[Factor], Factor] | None = None
 
-    def shared(
+    def share_input(
         self, tensor: Tensor, x: Tensor, member: Adaptation
-    ) -> tuple[Tensor, Shared, int] | None:
+    ) -> tuple[Tensor, SharedInputState, int] | None:
         """Return x [..., in] in the compute dtype for one of the Linears, the values that all of
         the Linears share, and the Linear's index in these values.
 
@@ -564,7 +589,7 @@ class Siblings:
             return None
         record, state = self.record, (tensor._version, torch.is_grad_enabled())
         if record is None or record[0] is not tensor or record[1] != state or index in record[4]:
-            shared = self._begun(tensor, x)
+            shared = self._start_sharing(tensor, x)
             record = self.record = None if shared is None else (tensor, state, *shared, set())
         if record is None:
             return None
@@ -573,8 +598,14 @@ class Siblings:
             self.record = None  # free x as early as in the unpatched model
         return record[3], record[2], index
 
-    def _begun(self, caller_input: Tensor, x: Tensor) -> tuple[Shared, Tensor] | None:
-        if any(adapter.drops for sibling in self.members for adapter in sibling.reading.adapters):
+    def _start_sharing(
+        self, caller_input: Tensor, x: Tensor
+    ) -> tuple[SharedInputState, Tensor] | None:
+        if any(
+            adapter.dropout_rate
+            for sibling in self.members
+            for adapter in sibling.lora_linear.adapters
+        ):
             return None
         if any(sibling.why_not(caller_input, x.dtype) is not None for sibling in self.members):
             return None
@@ -583,12 +614,12 @@ class Siblings:
             return None
         if self.joined is None or any(map(operator.is_not, self.joined[0], factors)):
             with torch.no_grad():
-                self.joined = factors, joined_factor(factors)
+                self.joined = factors, join_factors(factors)
         needs_x = x.requires_grad and torch.is_grad_enabled()
-        shared = Shared(factors, self.joined[1], needs_x)
+        shared = SharedInputState(factors, self.joined[1], needs_x)
         if torch.is_grad_enabled():
             a = [
-                [_slot(adapter.a) for adapter in sibling.reading.adapters]
+                [_current_weight(adapter.a) for adapter in sibling.lora_linear.adapters]
                 for sibling in self.members
             ]
             counts = [len(tensors) for tensors in a]
@@ -599,31 +630,37 @@ class Siblings:
         return shared, x
 
 
-def _joined(matrices: list[Tensor]) -> Tensor:
+def _join_stacks(matrices: list[Tensor]) -> Tensor:
     return matrices[0] if len(matrices) == 1 else torch.cat(matrices)
 
 
-def _slot(linear: nn.Linear) -> Tensor:
+def _current_weight(linear: nn.Linear) -> Tensor:
     """Return a Linear's current weight [out, in], directly from `_parameters`, where a backward has
     put its detached alias."""
-    weight: Tensor = vars(linear)[PARAMETERS]["weight"]
+    weight: Tensor = vars(linear)[PARAMETERS_ATTRIBUTE]["weight"]
     return weight
 
 
 def _tensors(adapter: Adapter) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the adapter's current A [r, in], B [out, r] and B's bias [out], directly from
     `_parameters`."""
-    return _slot(adapter.a), _slot(adapter.b), vars(adapter.b)[PARAMETERS]["bias"]
+    return (
+        _current_weight(adapter.a),
+        _current_weight(adapter.b),
+        vars(adapter.b)[PARAMETERS_ATTRIBUTE]["bias"],
+    )
 
 
 @contextlib.contextmanager
-def adapted(readings: Readings, factors: dict[str, Factors] | None = None) -> Iterator[None]:
+def fuse_adapters(
+    lora_modules: LoraModules, factors: dict[str, Factors] | None = None
+) -> Iterator[None]:
     """Context manager in which peft's LoRA Linears compute as one operation (`AdaptedLinear`), and
     experts read factored weights (`FactoredExperts`). Nothing changes while hooks for all modules
     are registered.
 
     Args:
-        readings: the LoRA Linears and adapted parameters by name.
+        lora_modules: the LoRA Linears and adapted parameters by name.
         factors: cached LoRA matrices by name, read and written; None: a new cache, dropped at the
             end of the context.
     """
@@ -632,21 +669,23 @@ def adapted(readings: Readings, factors: dict[str, Factors] | None = None) -> It
     changed_experts: list[dict[str, Any]] = []
     groups: dict[tuple[str, int], Siblings] = {}
     try:
-        for name, reading in readings.items() if not hooked_everywhere() else ():
-            attributes = vars(reading.module)
-            if reading.why is not None or ADAPTED in attributes:
+        for name, lora_module in lora_modules.items() if not has_global_hooks() else ():
+            attributes = vars(lora_module.module)
+            if lora_module.why is not None or ADAPTATION_ATTRIBUTE in attributes:
                 continue
-            if isinstance(reading, ExpertReading):
+            if isinstance(lora_module, LoraParameter):
                 if FORWARD not in attributes:  # a context outside of this one has replaced it
                     changed_experts.append(attributes)
-                    attributes[FORWARD] = FactoredExperts(reading, type(reading.module).forward)
+                    attributes[FORWARD] = FactoredExperts(
+                        lora_module, type(lora_module.module).forward
+                    )
                 continue
             cache = factors.setdefault(name, {})
-            adaptation = Adaptation(reading, type(reading.module).forward, cache)
+            adaptation = Adaptation(lora_module, type(lora_module.module).forward, cache)
             changed_modules.append(attributes)
-            attributes[FORWARD] = attributes[ADAPTED] = adaptation
+            attributes[FORWARD] = attributes[ADAPTATION_ATTRIBUTE] = adaptation
             parent, _, last = name.rpartition(".")
-            number = ONE_INPUT.get(last)
+            number = SHARED_INPUT_LINEARS.get(last)
             if number is not None:
                 groups.setdefault((parent, number), Siblings()).members.append(adaptation)
         for siblings in groups.values():
@@ -657,7 +696,7 @@ def adapted(readings: Readings, factors: dict[str, Factors] | None = None) -> It
         # in a reference cycle, factors and the last input would stay until a garbage collection
         for attributes in changed_modules:
             del attributes[FORWARD]
-            attributes.pop(ADAPTED).factors = {}
+            attributes.pop(ADAPTATION_ATTRIBUTE).factors = {}
         for attributes in changed_experts:
             del attributes[FORWARD]
         for siblings in groups.values():

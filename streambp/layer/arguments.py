@@ -22,13 +22,13 @@ from streambp.cache import ChunkCache
 from streambp.cache_arguments import is_cache_class
 from streambp.chunks import Chunk, Forks
 from streambp.errors import BackwardError, StreamBPError, UnsupportedModelError
-from streambp.known_names import DOCUMENT_ENDS, DOCUMENT_IDS, PICKED, TOKEN_DIMS
+from streambp.known_names import DOCUMENT_ENDS, DOCUMENT_IDS, PICKED_KEYS_ARGUMENT, TOKEN_DIMS
 from streambp.recurrent.documents import Documents, PackedRows
-from streambp.tensors import Slot, rebuilt
+from streambp.tensors import TensorSlot, rebuild
 
 
 @dataclasses.dataclass
-class Differentiable:
+class DifferentiableArgument:
     """An argument of a layer call that requires a gradient, beside hidden_states.
 
     Attributes:
@@ -126,7 +126,7 @@ class Arguments:
         # The form of the arguments, independent of the batch: calls of one kind stream alike.
         self.kind: frozenset[tuple[str, Any]]
         self.inputs: list[Tensor] = []  # the caller's tensors with history, for the Function
-        self.differentiable: list[Differentiable] = []
+        self.differentiable: list[DifferentiableArgument] = []
         # Mappings that the layer reads and writes. Entries added to a chunk's copy are outputs.
         self.mappings: dict[str, Any] = {}
         self.versions: Versions = []
@@ -139,11 +139,13 @@ class Arguments:
                     map(functools.partial(self._detach, name), value)
                 )
             elif isinstance(value, tuple | list):
-                value = self.by_name[name] = rebuilt(value, functools.partial(self._detach, name))
+                value = self.by_name[name] = rebuild(value, functools.partial(self._detach, name))
             elif value is not None and isinstance(value, Mapping):
                 self.mappings[name] = value
-                value = self.by_name[name] = rebuilt(value, functools.partial(self._detach, name))
-            tensor = self.differentiable[value.number].tensor if isinstance(value, Slot) else value
+                value = self.by_name[name] = rebuild(value, functools.partial(self._detach, name))
+            tensor = (
+                self.differentiable[value.number].tensor if isinstance(value, TensorSlot) else value
+            )
             if isinstance(tensor, Tensor):
                 kinds.append((name, (tensor.dim(), tensor.dtype)))
             elif value is not None:
@@ -156,7 +158,7 @@ class Arguments:
         self._parts: dict[Chunk, dict[str, Any]] = {}  # shared by all passes over a chunk
         self._documents: Documents | None = None
 
-    def tell(self, documents: Documents) -> None:
+    def add_documents(self, documents: Documents) -> None:
         """Add document boundaries of packed rows to the layer's arguments if the caller passed
         none, so that the layer's attention and state kernels keep the documents separate.
 
@@ -167,7 +169,7 @@ class Arguments:
         self.kind |= {("told", tuple(documents.arguments))}
         self._documents, self.tells = documents, True
 
-    def renamed(self, state: tuple[Any, ...]) -> None:
+    def replace_state(self, state: tuple[Any, ...]) -> None:
         """Replace the key of the layer's modules, hooks and requires_grad flags inside `kind`, the
         key under which the layer's test results are stored. Called after a run of the layer,
         because values that the layer's own forward changes are left out of the key from then on.
@@ -181,7 +183,7 @@ class Arguments:
             {*(pair for pair in self.kind if pair[0] != "state"), ("state", state)}
         )
 
-    def as_given(self, hidden_states: Tensor) -> Tensor:
+    def restore_shape(self, hidden_states: Tensor) -> Tensor:
         """Reshape hidden states [..., T, h] to the shape of the layer's input: [..., T, M, h / M]
         for a layer with M residual streams, unchanged for others."""
         return hidden_states.unflatten(-1, self.token_shape) if self.folds else hidden_states
@@ -196,7 +198,7 @@ class Arguments:
             self._documents = None if ids is None and ends is None else Documents(ids, ends)
         return self._documents
 
-    def _detach(self, name: str, tensor: Tensor) -> Tensor | Slot:
+    def _detach(self, name: str, tensor: Tensor) -> Tensor | TensorSlot:
         if not torch.is_grad_enabled():
             return tensor
         if not tensor.is_inference():
@@ -204,9 +206,9 @@ class Arguments:
         if not tensor.requires_grad or name == "attention_mask":
             return tensor  # the reader of a mask refuses one with a gradient
         self.inputs.append(tensor)
-        self.differentiable.append(Differentiable(tensor.detach(), TOKEN_DIMS.get(name)))
+        self.differentiable.append(DifferentiableArgument(tensor.detach(), TOKEN_DIMS.get(name)))
         self._check_length(name, tensor)
-        return Slot(len(self.inputs) - 1)
+        return TensorSlot(len(self.inputs) - 1)
 
     def leaves(self, chunk: Chunk, flags: list[bool]) -> list[Tensor]:
         """Return new autograd leaves for this chunk, one for each argument that requires a
@@ -226,9 +228,9 @@ class Arguments:
         ]
 
     def _part(self, chunk: Chunk, leaves: list[Tensor], name: str, tensor: Any) -> Any:
-        if isinstance(tensor, Slot):
+        if isinstance(tensor, TensorSlot):
             return leaves[tensor.number]
-        dim = -2 if name == PICKED else TOKEN_DIMS.get(name)
+        dim = -2 if name == PICKED_KEYS_ARGUMENT else TOKEN_DIMS.get(name)
         if (
             dim is None
             and name.endswith("mask")
@@ -242,7 +244,7 @@ class Arguments:
             self._check_length(name, tensor)
         part = chunk.part(tensor, dim)
         # With too few keys, later keys are picked and masked: any existing key can replace them.
-        return part.clamp(max=chunk.stop - 1) if name == PICKED else part
+        return part.clamp(max=chunk.stop - 1) if name == PICKED_KEYS_ARGUMENT else part
 
     def slice_chunk(self, chunk: Chunk, leaves: list[Tensor] | None = None) -> dict[str, Any]:
         """Return the arguments of the layer's own forward for one chunk, by name. Tensors with a
@@ -273,15 +275,15 @@ class Arguments:
                     )
                 elif isinstance(value, tuple):
                     if _is_constant(value):
-                        chunk_arguments[name] = rebuilt(
+                        chunk_arguments[name] = rebuild(
                             value, functools.partial(self._part, chunk, leaves, name)
                         )
-                elif not isinstance(value, Slot | list | Mapping):
+                elif not isinstance(value, TensorSlot | list | Mapping):
                     chunk_arguments[name] = value
         chunk_arguments = dict(chunk_arguments)
         if len(chunk_arguments) < len(self.by_name):
             for name in self.by_name.keys() - chunk_arguments.keys():
-                chunk_arguments[name] = rebuilt(
+                chunk_arguments[name] = rebuild(
                     self.by_name[name], functools.partial(self._part, chunk, leaves, name)
                 )
         if self.position_cache:
@@ -348,4 +350,4 @@ def _is_constant(value: Any) -> bool:
     lists and mappings, which the layer may modify; a tuple with one of these is False too."""
     if isinstance(value, tuple):
         return all(map(_is_constant, value))
-    return not isinstance(value, Slot | list | Mapping)
+    return not isinstance(value, TensorSlot | list | Mapping)

@@ -28,9 +28,9 @@ from torch.nn.utils import parametrize
 from transformers import PreTrainedConfig
 from transformers.utils import output_capturing
 
-from streambp.attention.attend import Attended
-from streambp.attention.indexers import indexers_of, picking
-from streambp.attention.interface import routed
+from streambp.attention.attend import AttentionOutput
+from streambp.attention.indexers import indexers_of, pick_keys
+from streambp.attention.interface import route_attention
 from streambp.attention.kv import PrefixMemory
 from streambp.attention.mask_scan import move_ends
 from streambp.attention.prefix import (
@@ -40,29 +40,29 @@ from streambp.attention.prefix import (
     RefillDone,
     Stage,
 )
-from streambp.chunks import Chunk, ChunkPlan, merged, plan_chunks
-from streambp.distributed.engines import engine_hooks, engine_hooks_silenced, engine_ownership
+from streambp.chunks import Chunk, ChunkPlan, merge_barriers, plan_chunks
+from streambp.distributed.engines import engine_hooks, engine_ownership, silence_engine_hooks
 from streambp.errors import StreamBPError, UnsupportedModelError
 from streambp.fingerprint.snapshots import ForwardSnapshot, LayerSnapshot
-from streambp.foreign import compiled_inside
-from streambp.known_names import CHECKPOINTING
-from streambp.layer.adapters import Factors, adapted, bytes_of
+from streambp.foreign import compiled_submodules
+from streambp.known_names import CHECKPOINTING_ATTRIBUTES
+from streambp.layer.adapters import Factors, bytes_of, fuse_adapters
 from streambp.layer.arguments import Arguments
-from streambp.layer.chunk_states import Carried
+from streambp.layer.chunk_states import CrossChunkState
 from streambp.layer.layer_state import LayerState
-from streambp.layer.oom import RUN_ONCE, with_memory
-from streambp.layer.packed_experts import decoded_once
+from streambp.layer.oom import RUN_ONCE, run_with_retry
+from streambp.layer.packed_experts import decode_once
 from streambp.layer.packing import ONE_DOCUMENT, Packing
-from streambp.layer.products import See, tapped
-from streambp.layer.recompute import NULL_CONTEXT, Autocast, Parameters, computed_as_written
-from streambp.layer.saved import InMemory, SavedForBackward
+from streambp.layer.products import TensorCallback, tap_linears
+from streambp.layer.recompute import NULL_CONTEXT, Autocast, Parameters, disable_checkpointing
+from streambp.layer.saved_tensors import DeviceTensors, SavedForBackward
 from streambp.layer.witness import Witness
-from streambp.offload.gradients import Leave
+from streambp.offload.gradients import SendGradients
 from streambp.offload.manager import OffloadManager
-from streambp.recurrent.states import LEAST_TOKENS, States
+from streambp.recurrent.states import MIN_CHUNK_TOKENS, States
 
-Collected = dict[str, list[Tensor]]
-RETURNED = "returned"  # name of the return values behind hidden_states
+RecordedOutputs = dict[str, list[Tensor]]
+RETURN_VALUE_NAME = "returned"  # name of the return values behind hidden_states
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +72,8 @@ class OutputSlot:
     further return value.
 
     Attributes:
-        name: the key under which the hook records, the dict's argument name, or `RETURNED`.
+        name: the key under which the hook records, the dict's argument name, or
+            `RETURN_VALUE_NAME`.
         index: the index among the recorded tensors, the tensors of the dict's entry, or the return
             values behind hidden_states.
         key: the key in the dict; None: no dict.
@@ -107,10 +108,10 @@ class ChunkOutput:
     states: States = dataclasses.field(default_factory=dict)
 
 
-def collect(
+def collect_outputs(
     hidden_states: Tensor,
     return_values: dict[int, Tensor],
-    recorded: Collected,
+    recorded: RecordedOutputs,
     mappings: dict[str, tuple[Any, Any]],
 ) -> ChunkOutput:
     """Return a chunk's outputs as one `ChunkOutput`.
@@ -125,7 +126,9 @@ def collect(
         UnsupportedModelError: a recorded tensor is neither [B * C, ...] nor [B, C, ...].
     """
     if return_values:
-        extras = {OutputSlot(RETURNED, index): tensor for index, tensor in return_values.items()}
+        extras = {
+            OutputSlot(RETURN_VALUE_NAME, index): tensor for index, tensor in return_values.items()
+        }
     else:
         extras = {}
     rows, tokens = hidden_states.shape[-3:-1]
@@ -153,10 +156,12 @@ def collect(
 
 
 # hidden states [..., T, h] and the extra outputs of the whole sequence
-Whole = dict[OutputSlot | None, Tensor]
+FullOutputs = dict[OutputSlot | None, Tensor]
 
 
-def write_chunk(outputs: Whole, output: ChunkOutput, chunk: Chunk, length: int) -> ChunkOutput:
+def write_chunk(
+    outputs: FullOutputs, output: ChunkOutput, chunk: Chunk, length: int
+) -> ChunkOutput:
     """Copy a chunk's outputs into the outputs of the full sequence, and return `output`. An output
     that does not have the chunk's length, but all `length` positions, is stored without a copy.
 
@@ -186,7 +191,7 @@ def write_chunk(outputs: Whole, output: ChunkOutput, chunk: Chunk, length: int) 
     return output
 
 
-def deliver(extras: dict[OutputSlot, Tensor], mappings: Mapping[str, Any]) -> None:
+def deliver_outputs(extras: dict[OutputSlot, Tensor], mappings: Mapping[str, Any]) -> None:
     """Write a layer's outputs beside its hidden states to where callers read them. Tensors recorded
     by hooks go to transformers' output collector, and tensors of dict arguments to the caller's
     dicts.
@@ -202,7 +207,7 @@ def deliver(extras: dict[OutputSlot, Tensor], mappings: Mapping[str, Any]) -> No
     collector = output_capturing._active_collector.get()
     entries: dict[tuple[str, str], list[Tensor]] = {}
     for slot, tensor in extras.items():
-        if slot.name == RETURNED:
+        if slot.name == RETURN_VALUE_NAME:
             continue
         if slot.key is None:
             assert collector is not None
@@ -214,7 +219,7 @@ def deliver(extras: dict[OutputSlot, Tensor], mappings: Mapping[str, Any]) -> No
 
 
 @contextlib.contextmanager
-def recording(keys: tuple[str, ...]) -> Iterator[Collected]:
+def record_outputs(keys: tuple[str, ...]) -> Iterator[RecordedOutputs]:
     """Context manager in which transformers' output hooks record into the yielded dict, instead of
     the model's own collector. The model's collector would take each chunk's tensors for those of
     another layer.
@@ -222,7 +227,7 @@ def recording(keys: tuple[str, ...]) -> Iterator[Collected]:
     Args:
         keys: the keys to record.
     """
-    collected: Collected = {key: [] for key in keys}
+    collected: RecordedOutputs = {key: [] for key in keys}
     token = output_capturing._active_collector.set(collected)
     try:
         yield collected
@@ -232,12 +237,16 @@ def recording(keys: tuple[str, ...]) -> Iterator[Collected]:
 
 TRIAL_TOKENS = 3  # tokens of a trial
 # Adapters' factors stay from forward to backward if the layer's input is this many times as large.
-MIN_INPUT_TO_FACTORS = 8
+MIN_INPUT_FACTOR_RATIO = 8
 # Reasons for a chunk beyond the requested length.
-LONG_MASK = "its attention mask has no end sooner (an image, a prefix)"
-LONG_DOCUMENTS = "documents of packed rows have no end sooner"
-LONG_FORKS = "prefixes that rows share end there, and its states leave no shorter chunk between"
-LONG_STATES = "its states are handed on from {} tokens or more, and the rest of a sequence has less"
+REASON_LONG_CHUNK_MASK = "its attention mask has no end sooner (an image, a prefix)"
+REASON_LONG_CHUNK_DOCUMENTS = "documents of packed rows have no end sooner"
+REASON_LONG_CHUNK_FORKS = (
+    "prefixes that rows share end there, and its states leave no shorter chunk between"
+)
+REASON_LONG_CHUNK_STATES = (
+    "its states are handed on from {} tokens or more, and the rest of a sequence has less"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -266,12 +275,12 @@ class LayerParts:
     def find(cls, layer_state: LayerState, layer: nn.Module) -> LayerParts:
         """Return the facts about a layer: its unpatched forward, configs, indexers, hooks and
         checkpointed modules."""
-        hooks, checkpointed = switched_off(layer)
+        hooks, checkpointed = find_disabled_parts(layer)
         return cls(
             layer_state.forward,
-            layer_state.of(layer_state.kind.attention.configs),
-            layer_state.of(indexers_of),
-            bool(layer_state.of(compiled_inside)),
+            layer_state.cached_result(layer_state.kind.attention.configs),
+            layer_state.cached_result(indexers_of),
+            bool(layer_state.cached_result(compiled_submodules)),
             hooks,
             checkpointed,
         )
@@ -292,7 +301,7 @@ class ResultForm:
     """
 
     recorded: tuple[str, ...]
-    collected: Collected = dataclasses.field(default_factory=dict)
+    collected: RecordedOutputs = dataclasses.field(default_factory=dict)
     extras: list[OutputSlot] = dataclasses.field(default_factory=list)
     is_tuple: bool = False
     width: int = 0
@@ -325,7 +334,7 @@ class BackwardState:
     needs_grad: tuple[bool, list[bool]] = dataclasses.field(init=False)
     forward_snapshot: ForwardSnapshot | None = None
     witness: Witness | None = None
-    send_gradients: Leave | None = None
+    send_gradients: SendGradients | None = None
     factors: dict[str, Factors] = dataclasses.field(default_factory=dict)
     skip_key: tuple[tuple[Any, ...], tuple[Any, ...]] | None = None
 
@@ -369,20 +378,22 @@ class LayerCall:
             )
         self.plan = plan_of(layer_state, self.rows, length, self.device)
         self.why_longer = ""
-        self.parts = layer_state.of(functools.partial(LayerParts.find, layer_state), "parts")
+        self.parts = layer_state.cached_result(
+            functools.partial(LayerParts.find, layer_state), "parts"
+        )
         self.packing = (
             Packing(layer_state, arguments) if layer_state.kind.states.carries else ONE_DOCUMENT
         )
         self.autocast = Autocast.capture(self.device)
         self.snapshot: LayerSnapshot
-        self.carried = self._carry()
+        self.carried = self._make_cross_chunk_state()
         if self.carried.layout.barriers or layer_state.kind.states.carries:
             self._move_ends(arguments, layer_state.kind.states.min_tokens)
-        self.saved = self._keep()
+        self.saved = self._make_saves()
         self.attempt = RUN_ONCE
-        if layer_state.saves_policy is not None and layer_state.repeats:
+        if layer_state.saves_policy is not None and layer_state.retries_chunks:
             self.attempt = functools.partial(
-                with_memory,
+                run_with_retry,
                 device=self.device,
                 drop_saves=functools.partial(layer_state.saves_policy.drop_saves, self.saved),
                 check_room=functools.partial(layer_state.saves_policy.check_room, self.saved),
@@ -401,32 +412,39 @@ class LayerCall:
         """
         barriers = self.carried.layout.barriers
         if barriers:
-            self._cut(move_ends(self.plan, barriers), LONG_MASK)
+            self._set_plan(move_ends(self.plan, barriers), REASON_LONG_CHUNK_MASK)
         documents = () if self.packing is ONE_DOCUMENT else self.packing.barriers
         if documents:
-            self._cut(self.plan.avoiding(merged((*barriers, *documents))), LONG_DOCUMENTS)
+            self._set_plan(
+                self.plan.avoid_barriers(merge_barriers((*barriers, *documents))),
+                REASON_LONG_CHUNK_DOCUMENTS,
+            )
         if arguments.forks:
-            self._cut(self.plan.forked(arguments.forks, min_tokens), LONG_FORKS)
+            self._set_plan(
+                self.plan.split_at_forks(arguments.forks, min_tokens), REASON_LONG_CHUNK_FORKS
+            )
         elif min_tokens > 1:
-            self._cut(self.plan.with_least(min_tokens), LONG_STATES.format(min_tokens))
+            self._set_plan(
+                self.plan.with_min_tokens(min_tokens), REASON_LONG_CHUNK_STATES.format(min_tokens)
+            )
 
-    def _cut(self, plan: ChunkPlan, why: str) -> None:
+    def _set_plan(self, plan: ChunkPlan, why: str) -> None:
         if plan.longest > max(plan.size, self.plan.longest):
             self.why_longer = why
         elif plan.longest <= plan.size:
             self.why_longer = ""
         self.plan = plan
 
-    def _carry(self) -> Carried:
+    def _make_cross_chunk_state(self) -> CrossChunkState:
         attention = self.layer_state.kind.attention
         layout = attention.layout(self.arguments.by_name, self.hidden_states)
-        return Carried(
+        return CrossChunkState(
             layout,
             Prefix(layout.spans, self.plan.length, self.layer_state.config.attention),
             attention.in_tiles,
         )
 
-    def _keep(self) -> SavedForBackward:
+    def _make_saves(self) -> SavedForBackward:
         return SavedForBackward(
             self.layer_state, self.plan, self.carried, self.device, self.autocast
         )
@@ -436,7 +454,7 @@ class LayerCall:
         and store tensors above the limit on the host. Does nothing for a layer whose keys cannot be
         split into one tensor for each chunk."""
         saved = self.saved.store if self.saved.moves_kv else None
-        assert not isinstance(saved, InMemory)  # offloaded keys are in a host store
+        assert not isinstance(saved, DeviceTensors)  # offloaded keys are in a host store
         if self.carried.in_tiles:
             scratch = functools.partial(offloader.scratch, self.device)
             self.carried.prefix.memory = PrefixMemory(
@@ -456,7 +474,7 @@ class LayerCall:
         first = min(tokens, self.plan.longest)
         stop = min(2 * first, length)
         chunks = (Chunk(0, 0, first), Chunk(1, first, stop))
-        return chunks if stop - first >= LEAST_TOKENS else chunks[:1]
+        return chunks if stop - first >= MIN_CHUNK_TOKENS else chunks[:1]
 
     def skip_key(self, linears: Iterable[str], needs_input: bool) -> tuple[Any, ...]:
         """Return the key of `LayerTests.unread`, the dict that stores which Linears' outputs
@@ -484,7 +502,9 @@ class LayerCall:
             )
         return cached[1]
 
-    def seeing(self, chunk: Chunk, in_backward: bool, half_name: str = "") -> See | None:
+    def start_witness(
+        self, chunk: Chunk, in_backward: bool, half_name: str = ""
+    ) -> TensorCallback | None:
         """Start recording this chunk's values in forward; in backward, start comparing recomputed
         values with the recorded ones. [Note: witness]
 
@@ -504,7 +524,7 @@ class LayerCall:
         witness.begin((half_name, chunk.index), chunk.stop == self.plan.length, in_backward)
         return witness.see if witness.last else None
 
-    def inputs_seen(self) -> contextlib.AbstractContextManager[None]:
+    def record_inputs(self) -> contextlib.AbstractContextManager[None]:
         """Context manager for forward that records the inputs of the Linears whose outputs backward
         will skip; backward compares its own inputs with them. Does nothing in a layer's first call,
         because the skippable Linears are found in its backward. [Note: witness]"""
@@ -516,10 +536,10 @@ class LayerCall:
         if witness is None or unread is None or not unread.recompute:
             return NULL_CONTEXT
         witness.left_out = unread.recompute.difference(self.saved.products.names)
-        return tapped(linears, witness.left_out, see=witness.see)
+        return tap_linears(linears, witness.left_out, see=witness.see)
 
     @contextlib.contextmanager
-    def streaming(self, keeps_factors: bool = False) -> Iterator[None]:
+    def prepare_layer(self, keeps_factors: bool = False) -> Iterator[None]:
         """Context manager that prepares the layer for running chunk by chunk.
 
         streambp's attention function replaces the configured one. Transformers' checkpointing, and
@@ -532,18 +552,20 @@ class LayerCall:
         previous = self.form.collected
         hooks = self.parts.engine_hooks
         modules = self.parts.checkpointed
-        recorded: contextlib.AbstractContextManager[Collected] = contextlib.nullcontext({})
+        recorded: contextlib.AbstractContextManager[RecordedOutputs] = contextlib.nullcontext({})
         if self.form.recorded or output_capturing._active_collector.get() is not None:
-            recorded = recording(self.form.recorded)
+            recorded = record_outputs(self.form.recorded)
         with (
-            routed(self.parts.configs),
-            computed_as_written(modules) if modules or parametrize._cache_enabled else NULL_CONTEXT,
-            engine_hooks_silenced(hooks) if hooks else NULL_CONTEXT,
+            route_attention(self.parts.configs),
+            disable_checkpointing(modules)
+            if modules or parametrize._cache_enabled
+            else NULL_CONTEXT,
+            silence_engine_hooks(hooks) if hooks else NULL_CONTEXT,
             recorded as self.form.collected,
-            decoded_once(self.layer_state.packed_weights)
+            decode_once(self.layer_state.packed_weights)
             if self.layer_state.packed_weights
             else NULL_CONTEXT,
-            adapted(self.layer_state.adapters, self.backward.factors)
+            fuse_adapters(self.layer_state.adapters, self.backward.factors)
             if self.layer_state.adapters
             else NULL_CONTEXT,
         ):
@@ -558,7 +580,7 @@ class LayerCall:
         """True if the cached LoRA matrices (`Factor`) may stay in memory from forward to backward,
         which otherwise computes them again. The matrices must be small beside the layer's input.
         Parameters must neither be gathered by ZeRO-3 or FSDP nor be stored on the host."""
-        limit = self.hidden_states.nbytes // MIN_INPUT_TO_FACTORS
+        limit = self.hidden_states.nbytes // MIN_INPUT_FACTOR_RATIO
         managed = self.layer_state.on_host or engine_ownership(self.layer_state.layer).weights
         return not managed and bytes_of(self.backward.factors.values()) <= limit
 
@@ -603,8 +625,10 @@ class LayerCall:
             extras: the outputs beside hidden_states. Recorded tensors and tensors of dict arguments
                 among them are ignored.
         """
-        extra_values = [extras.get(OutputSlot(RETURNED, index)) for index in range(self.form.width)]
-        hidden_states = self.arguments.as_given(hidden_states)
+        extra_values = [
+            extras.get(OutputSlot(RETURN_VALUE_NAME, index)) for index in range(self.form.width)
+        ]
+        hidden_states = self.arguments.restore_shape(hidden_states)
         return (hidden_states, *extra_values) if self.form.is_tuple else hidden_states
 
     def compute(
@@ -615,7 +639,7 @@ class LayerCall:
         prefix: Prefix | None = None,
         leaves: list[Tensor] | None = None,
         states: States | None = None,
-    ) -> tuple[ChunkOutput | None, list[Attended]]:
+    ) -> tuple[ChunkOutput | None, list[AttentionOutput]]:
         """Run the layer's own forward on one chunk of its input. Return the chunk's outputs, and
         the output and logsumexp of each attention call.
 
@@ -633,7 +657,7 @@ class LayerCall:
         """
         uses_own_prefix = prefix is None
         is_recomputation = stage is Stage.RECOMPUTE and uses_own_prefix
-        saved = self.saved.attended() if is_recomputation else None
+        saved = self.saved.take_attention_outputs() if is_recomputation else None
         picks = (
             self.saved.picks()
             if is_recomputation and self.layer_state.kind.attention.picks_keys
@@ -651,7 +675,7 @@ class LayerCall:
             # recompile.
             hidden_chunk = hidden_chunk.clone(memory_format=torch.contiguous_format)
         prefix = prefix or self.carried.prefix
-        prefix.overwritten |= overwritten.attended
+        prefix.overwritten |= overwritten.attention_output
         mask = PrefixChunkAttention(prefix, chunk, stage, saved, picks)
         witness = self.backward.witness
         if uses_own_prefix and witness is not None and witness.last and stage is not Stage.REFILL:
@@ -689,25 +713,25 @@ class LayerCall:
         shared = self.arguments.mappings
         if self.packing is not ONE_DOCUMENT:
             arguments, cache = kind.states.chunk_arguments(arguments, chunk, states, read)
-            arguments, starting = self.packing.entered(arguments, chunk, cache)
+            arguments, starting = self.packing.prepare_chunk(arguments, chunk, cache)
         earlier_mappings = {name: dict(arguments[name]) for name in shared} if shared else {}
         picks = (
-            picking(self.parts.indexers, chunk_attention)
+            pick_keys(self.parts.indexers, chunk_attention)
             if kind.attention.picks_keys
             else NULL_CONTEXT
         )
         if self.layer_state.choices is None:
             choosing = NULL_CONTEXT
         else:
-            choosing = self.layer_state.choices.at(chunk, hidden_chunk.shape[-3])
+            choosing = self.layer_state.choices.replay(chunk, hidden_chunk.shape[-3])
         if self.arguments.folds:
-            hidden_chunk = self.arguments.as_given(hidden_chunk)
+            hidden_chunk = self.arguments.restore_shape(hidden_chunk)
         for (
             tensors
         ) in self.form.collected.values():  # a chunk that raised must not keep its graph alive
             tensors.clear()
         with (
-            self.autocast.restored() if self.autocast.on else NULL_CONTEXT,
+            self.autocast.restore() if self.autocast.on else NULL_CONTEXT,
             starting,
             picks,
             choosing,
@@ -721,7 +745,7 @@ class LayerCall:
         result = kind.states.collect(result, cache) if kind.states.carries else result
         hidden_states, return_values = self.unwrap(result)
         if return_values or earlier_mappings or self.form.collected:
-            output = collect(
+            output = collect_outputs(
                 hidden_states,
                 return_values,
                 self.form.collected,
@@ -760,9 +784,9 @@ def plan_of(layer_state: LayerState, rows: int, length: int, device: torch.devic
     return plan_chunks(length, rows, size)
 
 
-def switched_off(layer: nn.Module) -> tuple[list[dict[int, Any]], list[nn.Module]]:
+def find_disabled_parts(layer: nn.Module) -> tuple[list[dict[int, Any]], list[nn.Module]]:
     """Return what to disable while the layer runs in chunks: the hook dicts that contain hooks of
     DeepSpeed or accelerate, and the modules with a `gradient_checkpointing` flag."""
     return engine_hooks(layer), [
-        module for module in layer.modules() if CHECKPOINTING[0] in module.__dict__
+        module for module in layer.modules() if CHECKPOINTING_ATTRIBUTES[0] in module.__dict__
     ]

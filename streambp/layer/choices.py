@@ -23,7 +23,15 @@ from torch.overrides import TorchFunctionMode
 from streambp.chunks import Chunk
 
 # torch's functions that return indices, and the position of their argument `dim`.
-CHOOSING = {"topk": 2, "sort": 1, "argsort": 1, "argmax": 1, "argmin": 1, "max": 1, "min": 1}
+CHOICE_DIM_POSITIONS = {
+    "topk": 2,
+    "sort": 1,
+    "argsort": 1,
+    "argmax": 1,
+    "argmin": 1,
+    "max": 1,
+    "min": 1,
+}
 
 
 class ReplayedChoices(TorchFunctionMode):
@@ -49,7 +57,7 @@ class ReplayedChoices(TorchFunctionMode):
         self.differing = 0
 
     @contextlib.contextmanager
-    def at(self, chunk: Chunk, rows: int) -> Iterator[None]:
+    def replay(self, chunk: Chunk, rows: int) -> Iterator[None]:
         """Context manager for the layer's forward on one chunk: record or replace its choices.
 
         Args:
@@ -62,7 +70,7 @@ class ReplayedChoices(TorchFunctionMode):
         with self:
             yield
 
-    def rearranged(self, change: Callable[[Tensor], Tensor]) -> ReplayedChoices:
+    def rearrange(self, change: Callable[[Tensor], Tensor]) -> ReplayedChoices:
         """Return a copy of the recorded choices for another batch, which has the same tokens in
         other rows and positions. A test compares separate rows with one packed row, whose routers
         replay this copy.
@@ -79,7 +87,7 @@ class ReplayedChoices(TorchFunctionMode):
             copied._recorded_choices[call] = [(scores.shape[1], scores, choices)]
         return copied
 
-    def furthest(self) -> float:
+    def max_distance(self) -> float:
         """Return the largest relative distance, over all tokens, of a token's router scores from
         those of the first run; 0 if no choice was replayed. A test fails if the distance is larger
         than roundings explain."""
@@ -91,7 +99,7 @@ class ReplayedChoices(TorchFunctionMode):
             ** 0.5
         )
 
-    def typical(self) -> float:
+    def rms_distance(self) -> float:
         """Return the root mean square, over all tokens, of the relative distance of router scores
         from those of the first run; 0 if no choice was replayed. A test in half precision fails if
         the result is larger than roundings explain."""
@@ -110,7 +118,7 @@ class ReplayedChoices(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
         if (
-            name not in CHOOSING
+            name not in CHOICE_DIM_POSITIONS
             or not args
             or not isinstance(args[0], Tensor)
             or not args[0].is_floating_point()
@@ -118,7 +126,11 @@ class ReplayedChoices(TorchFunctionMode):
             return result
         scores: Tensor = args[0]
         choices: Tensor = result if isinstance(result, Tensor) else result[1]
-        dim = args[CHOOSING[name]] if len(args) > CHOOSING[name] else (kwargs or {}).get("dim", -1)
+        dim = (
+            args[CHOICE_DIM_POSITIONS[name]]
+            if len(args) > CHOICE_DIM_POSITIONS[name]
+            else (kwargs or {}).get("dim", -1)
+        )
         flat = scores.shape[:1] == (math.prod(self._tokens),) and scores.shape[:2] != self._tokens
         one_each = choices.shape[: scores.dim() - 1] == scores.shape[:-1] and (
             flat or scores.shape[:2] == self._tokens

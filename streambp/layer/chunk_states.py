@@ -26,7 +26,7 @@ from streambp.recurrent.states import States
 
 
 @dataclasses.dataclass
-class Carried:
+class CrossChunkState:
     """Values that one chunk of a layer call passes to later chunks.
 
     Attributes:
@@ -59,11 +59,11 @@ class Carried:
             return {}
         predecessor = plan.predecessors[chunk.index]
         states = {} if predecessor is None else self.states[predecessor]
-        for index in [index for index in self.states if plan.behind[index][1] <= chunk.index]:
+        for index in [index for index in self.states if plan.successors[index][1] <= chunk.index]:
             del self.states[index]
         return states
 
-    def went_on(self, plan: ChunkPlan, chunk: Chunk, grads: States) -> None:
+    def add_state_gradients(self, plan: ChunkPlan, chunk: Chunk, grads: States) -> None:
         """Add the gradients of a chunk's start states to the gradients of the end states of the
         chunk before it.
 

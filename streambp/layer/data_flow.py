@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from streambp.device import has_data
-from streambp.layer.products import Labels
+from streambp.layer.products import LinearNames
 
 
 class DataFlow(TorchDispatchMode):
@@ -34,19 +34,19 @@ class DataFlow(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.called: Labels = frozenset()
-        self.reached: Labels = frozenset()
-        self.read: Labels = frozenset()
-        self._labels: dict[int, Labels] = {}
+        self.called: LinearNames = frozenset()
+        self.reached: LinearNames = frozenset()
+        self.read: LinearNames = frozenset()
+        self._labels: dict[int, LinearNames] = {}
         self._alive: list[Any] = []  # the allocator would reuse a freed storage's address
 
-    def of(self, tensor: Tensor) -> Labels:
+    def labels_of(self, tensor: Tensor) -> LinearNames:
         """Return the labels of a tensor [...]: the names of the Linears that it depends on."""
         if tensor.layout != torch.strided:  # sparse adapters' weights have no storage and no label
             return frozenset()
         return self._labels.get(tensor.untyped_storage()._cdata, frozenset())
 
-    def add(self, tensor: Tensor, labels: Labels) -> None:
+    def add(self, tensor: Tensor, labels: LinearNames) -> None:
         """Add names of Linears to the labels of a tensor [...]: each operator's results get the
         labels of its inputs. The tensor's storage is kept alive, so that no new tensor gets its
         address. Sparse tensors get no labels."""
@@ -58,7 +58,9 @@ class DataFlow(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        labels = frozenset().union(*map(self.of, _tensors((*args, *(kwargs or {}).values()))))
+        labels = frozenset().union(
+            *map(self.labels_of, _tensors((*args, *(kwargs or {}).values())))
+        )
         if labels:
             overwritten = [
                 value
@@ -92,7 +94,7 @@ def trace(linears: dict[str, nn.Linear], run: Callable[[], Iterable[Tensor]]) ->
     flow = DataFlow()
 
     def pack(tensor: Tensor) -> Tensor | None:
-        flow.read |= flow.of(tensor)
+        flow.read |= flow.labels_of(tensor)
         # The tensor itself would make a cycle of node and output, and keep the layer's input alive.
         return tensor.data if has_data(tensor) else None
 
@@ -110,5 +112,5 @@ def trace(linears: dict[str, nn.Linear], run: Callable[[], Iterable[Tensor]]) ->
     finally:
         for handle in handles:
             handle.remove()
-    flow.reached = frozenset().union(*(flow.of(x) for x in results))
+    flow.reached = frozenset().union(*(flow.labels_of(x) for x in results))
     return flow

@@ -37,34 +37,34 @@ from streambp.foreign import home_of
 from streambp.known_names import ADAPTER_ACTIVATION, EXPERTS_IMPLEMENTATION, LORA_LAYERS
 from streambp.layer.packed_experts import PackedWeight, packed_weight
 from streambp.layer.products import TENSOR_TYPES
-from streambp.offload.decoded import FORWARD
+from streambp.offload.decoded_weights import FORWARD
 
 # float16 is left out: products with A may underflow
-DTYPES = (torch.bfloat16, torch.float32, torch.float64)
-INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
+EXPERT_WEIGHT_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
+INDEX_DTYPES = (torch.int8, torch.int16, torch.int32, torch.int64)
 # The experts' implementations whose operations Python code calls. Other ones pass the weight's
 # memory to a kernel. None stands for experts without a choice of implementations.
-IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm", None)
+EXPERTS_IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm", None)
 # grouped_mm reads rows and columns that are so many bytes long, or a multiple
-ROW_BYTES = 16
-TORCHS_LINEAR = torch._C._nn.linear
-PRODUCTS = (torch.matmul, torch.mm, torch.bmm, Tensor.matmul, Tensor.mm, Tensor.bmm)
-OPERATOR = "__matmul__"  # read at each call, because tests replace Tensor's
-GROUPED = tuple(
+ROW_ALIGNMENT_BYTES = 16
+TORCH_LINEAR = torch._C._nn.linear
+PRODUCT_FUNCTIONS = (torch.matmul, torch.mm, torch.bmm, Tensor.matmul, Tensor.mm, Tensor.bmm)
+MATMUL_METHOD = "__matmul__"  # read at each call, because tests replace Tensor's
+GROUPED_PRODUCT_FUNCTIONS = tuple(
     vars(home)[name]
     for home, name in ((F, "grouped_mm"), (torch, "_grouped_mm"))
     if name in vars(home)
 )
-METADATA = (
+METADATA_ATTRIBUTES = (
     "shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_cpu", "is_meta", "requires_grad",
     "is_sparse", "is_quantized", "is_nested",
 )  # fmt: skip
-READS_METADATA = (
-    *(vars(torch._C.TensorBase)[name].__get__ for name in METADATA),
+METADATA_FUNCTIONS = (
+    *(vars(torch._C.TensorBase)[name].__get__ for name in METADATA_ATTRIBUTES),
     *(Tensor.size, Tensor.dim, Tensor.stride, Tensor.numel, Tensor.is_floating_point),
     *(Tensor.element_size, Tensor.is_contiguous),
 )
-TRANSPOSES = (Tensor.transpose, torch.transpose)
+TRANSPOSE_FUNCTIONS = (Tensor.transpose, torch.transpose)
 MATRIX_TRANSPOSE, FULL_TRANSPOSE = (vars(torch._C.TensorBase)[name].__get__ for name in ("mT", "T"))
 Multiply = Callable[[Tensor, Tensor], Tensor]
 
@@ -78,7 +78,7 @@ class FactoredWeight(Tensor):
         left_factor: [E, n, r], all adapters beside each other.
         right_factor: [E, r, m], all adapters below each other.
         scales: rank and scale of each adapter.
-        tell: gets the name of an operation for which the sum's gradient has to be made.
+        record_operation: gets the name of an operation for which the sum's gradient has to be made.
         needs_graph: True if operations on the weight must give gradients to the factors.
     """
 
@@ -86,13 +86,13 @@ class FactoredWeight(Tensor):
     left_factor: Tensor
     right_factor: Tensor
     scales: list[tuple[int, float]]
-    tell: Callable[[str], None]
+    record_operation: Callable[[str], None]
     needs_graph: bool
     _experts: tuple[tuple[Tensor, ...], tuple[Tensor, ...]] | None
     _plain: Tensor | None
 
     @staticmethod
-    def of(
+    def create(
         folded: Tensor,
         left_factor: Tensor,
         right_factor: Tensor,
@@ -112,7 +112,7 @@ class FactoredWeight(Tensor):
         weight.left_factor = left_factor
         weight.right_factor = right_factor
         weight.scales = scales
-        weight.tell = tell
+        weight.record_operation = tell
         weight.needs_graph = torch.is_grad_enabled() and (
             left_factor.requires_grad or right_factor.requires_grad
         )
@@ -122,13 +122,15 @@ class FactoredWeight(Tensor):
 
     def part(self, folded: Tensor, left_factor: Tensor, right_factor: Tensor) -> FactoredWeight:
         """Return a weight [..., n, m] of other tensors with the same scales."""
-        return FactoredWeight.of(folded, left_factor, right_factor, self.scales, self.tell)
+        return FactoredWeight.create(
+            folded, left_factor, right_factor, self.scales, self.record_operation
+        )
 
-    def plain(self) -> Tensor:
+    def to_tensor(self) -> Tensor:
         """Return the weight as a plain tensor, [E, n, m] or [n, m], with a graph."""
         if self._plain is None:
-            product = Product(self.folded, self.scales, torch.matmul, torch.matmul)
-            self._plain = Unfactored.apply(product, self.left_factor, self.right_factor)  # type: ignore[no-untyped-call]
+            product = ProductRule(self.folded, self.scales, torch.matmul, torch.matmul)
+            self._plain = UnfactoredWeight.apply(product, self.left_factor, self.right_factor)  # type: ignore[no-untyped-call]
         return self._plain  # type: ignore[return-value]
 
     def expert(self, index: int) -> FactoredWeight:
@@ -139,7 +141,7 @@ class FactoredWeight(Tensor):
         left_factors, right_factors = self._experts
         return self.part(self.folded[index], left_factors[index], right_factors[index])
 
-    def transposed(self) -> FactoredWeight:
+    def swap_dims(self) -> FactoredWeight:
         """Return the weight with its last two dimensions swapped."""
         return self.part(self.folded.mT, self.right_factor.mT, self.left_factor.mT)
 
@@ -155,16 +157,16 @@ class FactoredWeight(Tensor):
                 function would get no gradient for the factors. A trial of the layer finds this.
         """
         kwargs = kwargs or {}
-        if func in READS_METADATA:
+        if func in METADATA_FUNCTIONS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if not torch.is_grad_enabled():
             _refuse_without_graph((*args, *kwargs.values()), func)
-        result = _computed(func, args, kwargs)
+        result = _compute(func, args, kwargs)
         if result is not NotImplemented:
             return result
         name = getattr(func, "__name__", str(func))
-        return func(*_with_plain(args, name), **_with_plain(kwargs, name))
+        return func(*_replace_weights(args, name), **_replace_weights(kwargs, name))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -180,7 +182,7 @@ class FactoredWeight(Tensor):
 
 
 @dataclasses.dataclass(eq=False)
-class Product:
+class ProductRule:
     """A product of a tensor and a weight of experts.
 
     Attributes:
@@ -189,7 +191,7 @@ class Product:
         multiply: multiplies a tensor by a weight.
         gather: multiplies two tensors of tokens into a gradient of a factor.
         weight_first: True if the weight is the left operand.
-        pads: True if the rank must be padded to `ROW_BYTES`.
+        pads: True if the rank must be padded to `ROW_ALIGNMENT_BYTES`.
     """
 
     folded: Tensor
@@ -199,7 +201,7 @@ class Product:
     weight_first: bool = False
     pads: bool = False
 
-    def scaled(self, left_factor: Tensor, right_factor: Tensor) -> tuple[Tensor, Tensor]:
+    def scale_gradients(self, left_factor: Tensor, right_factor: Tensor) -> tuple[Tensor, Tensor]:
         """Return gradients of the factors, [..., n, r] and [..., r, m], multiplied in place by the
         scales."""
         start = 0
@@ -216,7 +218,7 @@ class ExpertProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, product: Product, x: Tensor, left_factor: Tensor, right_factor: Tensor
+        ctx: Any, product: ProductRule, x: Tensor, left_factor: Tensor, right_factor: Tensor
     ) -> Tensor:
         """Return the product [..., n, out] of x [..., n, in] and the whole weight."""
         ctx.product = product
@@ -240,7 +242,7 @@ class ExpertProduct(torch.autograd.Function):
             if not (ctx.needs_input_grad[2] or ctx.needs_input_grad[3]):
                 return None, of_x, None, None
             if product.pads:
-                left_factor, right_factor = _padded(left_factor, right_factor)
+                left_factor, right_factor = _pad_rank(left_factor, right_factor)
             if product.weight_first:
                 of_left = product.gather(grad, product.multiply(x, right_factor).mT)
                 of_right = product.gather(product.multiply(grad, left_factor.mT), x.mT)
@@ -248,15 +250,17 @@ class ExpertProduct(torch.autograd.Function):
                 of_left = product.gather(x.mT, product.multiply(grad, right_factor.mT))
                 of_right = product.gather(product.multiply(x, left_factor).mT, grad)
             of_left, of_right = of_left.narrow(-1, 0, rank), of_right.narrow(-2, 0, rank)
-            return None, of_x, *product.scaled(of_left, of_right)
+            return None, of_x, *product.scale_gradients(of_left, of_right)
 
 
-class Unfactored(torch.autograd.Function):
+class UnfactoredWeight(torch.autograd.Function):
     """Autograd function whose output is a whole weight [..., n, m], with gradients for its
     factors."""
 
     @staticmethod
-    def forward(ctx: Any, product: Product, left_factor: Tensor, right_factor: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, product: ProductRule, left_factor: Tensor, right_factor: Tensor
+    ) -> Tensor:
         """Return a view of the whole weight [..., n, m]."""
         ctx.product = product
         ctx.save_for_backward(left_factor, right_factor)
@@ -268,7 +272,7 @@ class Unfactored(torch.autograd.Function):
         product = ctx.product
         left_factor, right_factor = ctx.saved_tensors
         with without_autocast(grad.device.type):
-            return None, *product.scaled(grad @ right_factor.mT, left_factor.mT @ grad)
+            return None, *product.scale_gradients(grad @ right_factor.mT, left_factor.mT @ grad)
 
 
 def _refuse_without_graph(values: tuple[Any, ...], func: Any) -> None:
@@ -290,45 +294,45 @@ def _refuse_without_graph(values: tuple[Any, ...], func: Any) -> None:
         )
 
 
-def _with_plain(value: Any, operation: str) -> Any:
+def _replace_weights(value: Any, operation: str) -> Any:
     """Return an operation's arguments with plain tensors in the place of factored weights."""
     if isinstance(value, FactoredWeight):
-        value.tell(operation)
-        return value.plain()
+        value.record_operation(operation)
+        return value.to_tensor()
     if type(value) is dict:
-        return {key: _with_plain(item, operation) for key, item in value.items()}
+        return {key: _replace_weights(item, operation) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_with_plain(item, operation) for item in value)
+        return type(value)(_replace_weights(item, operation) for item in value)
     return value
 
 
-def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return an operation's result from the factors; NotImplemented for an unknown operation."""
     if func is F.linear:
         return _linear(*args, **kwargs)
-    if func in GROUPED and len(args) == 2:
-        return _grouped(func, args[0], args[1], kwargs)
-    if (func in PRODUCTS or func is getattr(Tensor, OPERATOR)) and len(args) == 2:
+    if func in GROUPED_PRODUCT_FUNCTIONS and len(args) == 2:
+        return _multiply_groups(func, args[0], args[1], kwargs)
+    if (func in PRODUCT_FUNCTIONS or func is getattr(Tensor, MATMUL_METHOD)) and len(args) == 2:
         return NotImplemented if kwargs else _product(args[0], args[1])
     weight = args[0] if args else None
     if not isinstance(weight, FactoredWeight):
         return NotImplemented
     if func is Tensor.__getitem__:
-        return _indexed(weight, args[1])
+        return _select_experts(weight, args[1])
     last = {weight.dim() - 2, weight.dim() - 1}
     swaps = func is MATRIX_TRANSPOSE or (func is FULL_TRANSPOSE and weight.dim() == 2)
-    if func in TRANSPOSES and len(args) == 3:
+    if func in TRANSPOSE_FUNCTIONS and len(args) == 3:
         swaps = {dim % weight.dim() for dim in args[1:]} == last
-    return weight.transposed() if swaps else NotImplemented
+    return weight.swap_dims() if swaps else NotImplemented
 
 
-def _indexed(weight: FactoredWeight, index: Any) -> Any:
+def _select_experts(weight: FactoredWeight, index: Any) -> Any:
     """Return the weights of one expert or of several experts, by number."""
     if weight.dim() != 3:
         return NotImplemented
     if type(index) is int:
         return weight.expert(index)
-    if type(index) is not Tensor or index.dtype not in INTEGERS:
+    if type(index) is not Tensor or index.dtype not in INDEX_DTYPES:
         return NotImplemented
     if index.dim() == 0:
         return weight.expert(int(index))
@@ -342,7 +346,7 @@ def _indexed(weight: FactoredWeight, index: Any) -> Any:
 def _linear(x: Any, weight: Any, bias: Any = None) -> Any:
     if not isinstance(weight, FactoredWeight) or weight.dim() != 2 or bias is not None:
         return NotImplemented
-    return _product(x, weight.transposed())
+    return _product(x, weight.swap_dims())
 
 
 def _product(a: Any, b: Any) -> Any:
@@ -362,34 +366,34 @@ def _product(a: Any, b: Any) -> Any:
                 for tensor in (weight.folded, weight.left_factor, weight.right_factor)
             )
         )
-    multiply = _multiplied_first if weight_first else torch.matmul
-    gather = torch.matmul if x.dim() == weight.dim() else _gathered
-    product = Product(weight.folded, weight.scales, multiply, gather, weight_first)
+    multiply = _multiply_left if weight_first else torch.matmul
+    gather = torch.matmul if x.dim() == weight.dim() else _sum_products
+    product = ProductRule(weight.folded, weight.scales, multiply, gather, weight_first)
     return ExpertProduct.apply(product, x, weight.left_factor, weight.right_factor)  # type: ignore[no-untyped-call]
 
 
-def _multiplied_first(x: Tensor, weight: Tensor) -> Tensor:
+def _multiply_left(x: Tensor, weight: Tensor) -> Tensor:
     """Return weight [..., n, m] @ x [..., m, k]."""
     return torch.matmul(weight, x)
 
 
-def _gathered(a: Tensor, b: Tensor) -> Tensor:
+def _sum_products(a: Tensor, b: Tensor) -> Tensor:
     """Return the sum of a [..., m, tokens] @ b [..., tokens, n] over the leading dimensions."""
     return a.mT.flatten(0, -2).mT @ b.flatten(0, -2)
 
 
-def _grouped(func: Any, x: Any, weight: Any, kwargs: dict[str, Any]) -> Any:
+def _multiply_groups(func: Any, x: Any, weight: Any, kwargs: dict[str, Any]) -> Any:
     """Return the products of each expert's rows of x [n, in] with its weight."""
     passed_names = {name for name, value in kwargs.items() if value is not None}
     if isinstance(x, FactoredWeight) or weight.dim() != 3 or passed_names != {"offs"}:
         return NotImplemented
     multiply = functools.partial(func, **kwargs)
-    product = Product(weight.folded, weight.scales, multiply, multiply, pads=True)
+    product = ProductRule(weight.folded, weight.scales, multiply, multiply, pads=True)
     return ExpertProduct.apply(product, x, weight.left_factor, weight.right_factor)  # type: ignore[no-untyped-call]
 
 
 @dataclasses.dataclass(eq=False)
-class ExpertReading:
+class LoraParameter:
     """An adapted parameter of experts, and the decision whether a `FactoredWeight` may replace it.
 
     Attributes:
@@ -404,11 +408,11 @@ class ExpertReading:
     why_in_call: str | None = None
 
     @property
-    def is_one(self) -> bool:
+    def is_fused(self) -> bool:
         """Return False: the module is no Linear, so its output is neither saved nor skipped."""
         return False
 
-    def tell(self, operation: str) -> None:
+    def record_operation(self, operation: str) -> None:
         """Record, for `describe`, that the experts' code ran an operation that is no product. Its
         backward computes the gradient of all experts' summed weight."""
         self.why_in_call = f"{operation} needs the weight's whole gradient"
@@ -421,12 +425,12 @@ def expert_kinds() -> tuple[Any, ...]:
     return () if kind is None else (kind,)
 
 
-def read_experts(module: Any) -> ExpertReading | None:
-    """Return the reading of one of peft's adapted parameters; None if no adapter is active."""
+def read_experts(module: Any) -> LoraParameter | None:
+    """Return the record of one of peft's adapted parameters; None if no adapter is active."""
     names = [name for name in module.active_adapters if name in module.lora_A]
     if not names:
         return None
-    return ExpertReading(module, why=_why_not(module, names))
+    return LoraParameter(module, why=_why_not(module, names))
 
 
 def _why_not(module: Any, names: list[str]) -> str | None:
@@ -456,7 +460,7 @@ def _why_not(module: Any, names: list[str]) -> str | None:
             "remove an adapter from such a weight after a forward. "
             "Call streambp.patch again after the experts are stored in 4 bits."
         )
-    if weight.dtype not in DTYPES:
+    if weight.dtype not in EXPERT_WEIGHT_DTYPES:
         return f"its weight is {str(weight.dtype).removeprefix('torch.')}"
     if not all(isinstance(module.scaling[name], int | float) for name in names):
         return "its scale is no number"
@@ -523,25 +527,25 @@ class FactoredExperts:
     The experts read a `FactoredWeight`.
 
     Attributes:
-        reading: the parameter.
+        lora_parameter: the parameter.
         peft_forward: peft's forward, called with (module, x, ...).
         folded: the sum of the weight and its adapters, [E, n, m]; None before the first call.
         sources: the stored weight and the adapters' matrices of which `folded` was made, and their
             version counters. A test of the layer puts other matrices in their places.
     """
 
-    reading: ExpertReading
+    lora_parameter: LoraParameter
     peft_forward: Callable[..., Any]
     folded: Tensor | None = None
     sources: tuple[tuple[Tensor, int | None], ...] = ()
 
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the experts' output for x [..., in] and the further arguments of the experts."""
-        module = self.reading.module
+        module = self.lora_parameter.module
         weight = stored_weight(module)
         assert weight is not None
-        self.reading.why_in_call = _why_not_in_call(module, weight)
-        if self.reading.why_in_call is not None or kwargs.get("adapter_names"):
+        self.lora_parameter.why_in_call = _why_not_in_call(module, weight)
+        if self.lora_parameter.why_in_call is not None or kwargs.get("adapter_names"):
             return self.peft_forward(module, x, *args, **kwargs)
         adapters = [adapter for adapter in module.active_adapters if adapter in module.lora_A]
         sources = [weight.source]
@@ -564,7 +568,9 @@ class FactoredExperts:
         ]
         del base  # the decoded weight of experts in 4 bits
         with weight.replace(
-            FactoredWeight.of(folded, left_factor, right_factor, scales, self.reading.tell)
+            FactoredWeight.create(
+                folded, left_factor, right_factor, scales, self.lora_parameter.record_operation
+            )
         ):
             return module.base_layer(x, *args, **kwargs)
 
@@ -588,11 +594,11 @@ def _why_not_in_call(module: Any, weight: PlainWeight | PackedWeight) -> str | N
         module: peft's module.
         weight: the weight that the module adapts.
     """
-    if F.linear is not TORCHS_LINEAR:  # an autograd function would get no gradient for the factors
+    if F.linear is not TORCH_LINEAR:  # an autograd function would get no gradient for the factors
         return "torch's function for Linears is replaced, as ZeRO-3 does"
     config = getattr(module.get_base_layer(), "config", None)
     implementation = getattr(config, EXPERTS_IMPLEMENTATION, None)
-    if implementation not in IMPLEMENTATIONS:
+    if implementation not in EXPERTS_IMPLEMENTATIONS:
         return f"the experts run {implementation}"
     if weight.source.requires_grad:
         return "its weight is trained"
@@ -619,10 +625,10 @@ def folded_weight(module: Any, base: Tensor, adapters: list[str]) -> Tensor:
     return base + delta
 
 
-def _padded(left_factor: Tensor, right_factor: Tensor) -> tuple[Tensor, Tensor]:
+def _pad_rank(left_factor: Tensor, right_factor: Tensor) -> tuple[Tensor, Tensor]:
     """Return contiguous factors [E, n, r'] and [E, r', m] with rows of zeros up to the rank that
     grouped_mm reads. The product of left [E, n, r] and right [E, r, m] is unchanged."""
-    ranks = ROW_BYTES // left_factor.element_size()
+    ranks = ROW_ALIGNMENT_BYTES // left_factor.element_size()
     extra_ranks = -left_factor.shape[-1] % ranks
     if extra_ranks:
         left_factor = F.pad(left_factor, (0, extra_ranks))

@@ -14,35 +14,35 @@ import torch
 from torch import Tensor, nn
 
 from streambp.accumulate import GradientSum
-from streambp.attention.attend import Attended
+from streambp.attention.attend import AttentionOutput
 from streambp.attention.prefix import Stage
 from streambp.chunks import Chunk
 from streambp.device import MEMORY_ERRORS, RandomState, is_out_of_memory
 from streambp.distributed.engines import zeros_for_engines
-from streambp.fingerprint.hooks import watching
+from streambp.fingerprint.hooks import watch_hooks
 from streambp.fingerprint.snapshots import versions_of
 from streambp.layer.arguments import Arguments
-from streambp.layer.call import ChunkOutput, LayerCall, OutputSlot, Whole, write_chunk
+from streambp.layer.call import ChunkOutput, FullOutputs, LayerCall, OutputSlot, write_chunk
 from streambp.layer.gradients import (
     NO_HOOKS,
-    Counts,
     Graph,
     GraphMarker,
     MarkGraphStart,
+    ReferenceCounts,
     begin_backward,
-    counting,
+    check_recomputation,
+    count_graph_bytes,
     may_overwrite,
-    recomputing,
     reference_counts,
-    refuse_kept,
+    refuse_kept_graph,
     refuse_other_leaves,
     tag_reusable,
 )
 from streambp.layer.layer_state import CallReport, LayerState, remember
-from streambp.layer.oom import RUN_ONCE, explained
-from streambp.layer.products import UnreadProducts, left_out, summed
+from streambp.layer.oom import RUN_ONCE, layer_memory_error
+from streambp.layer.products import UnreadProducts, skip_outputs, sum_weight_gradients
 from streambp.layer.recompute import NULL_CONTEXT, Parameters
-from streambp.layer.saved import SavedForBackward
+from streambp.layer.saved_tensors import SavedForBackward
 from streambp.recurrent.states import States, leaves_of
 
 
@@ -82,15 +82,15 @@ def run_forward(call: LayerCall, keep: bool) -> tuple[Tensor, ...]:
         call.limit_prefix(layer_state.offloader)
     states = States()
     carries = layer_state.kind.states.carries
-    outputs: Whole = {}
+    outputs: FullOutputs = {}
     # The saves are chosen before the first chunk; the witness records each chunk's output.
     if keep:
         saved.find_products()
         if saved.cost_recorder is not None:
             saved.cost_recorder.record_chunk()
         call.backward.witness = layer_state.witness(call.hidden_states, call.autocast)
-    seeing = call.inputs_seen() if keep else NULL_CONTEXT
-    with torch.no_grad(), call.streaming(keeps_factors=keep), seeing:
+    seeing = call.record_inputs() if keep else NULL_CONTEXT
+    with torch.no_grad(), call.prepare_layer(keeps_factors=keep), seeing:
         for chunk in call.plan.chunks:
             # The chunk's start: random state, input, states of the chunk before.
             if keep:
@@ -112,10 +112,10 @@ def run_forward(call: LayerCall, keep: bool) -> tuple[Tensor, ...]:
             )
             output, attended = call.attempt(compute) if keep else compute(False)
             # Start states for the next chunk, and tensors for backward.
-            if carries and output.states and chunk.index in call.plan.behind:
+            if carries and output.states and chunk.index in call.plan.successors:
                 carried.states[chunk.index] = output.states
             if keep and saved.moves and call.attempt is not RUN_ONCE:
-                call.attempt(functools.partial(_keep, saved, chunk, original, attended))
+                call.attempt(functools.partial(_save_chunk, saved, chunk, original, attended))
             elif keep:
                 saved.keep(chunk, original, attended)
             del output, attended
@@ -135,8 +135,12 @@ def run_forward(call: LayerCall, keep: bool) -> tuple[Tensor, ...]:
     return outputs_of(call, outputs)
 
 
-def _keep(
-    saved: SavedForBackward, chunk: Chunk, original: Tensor, attended: list[Attended], _: bool
+def _save_chunk(
+    saved: SavedForBackward,
+    chunk: Chunk,
+    original: Tensor,
+    attended: list[AttentionOutput],
+    _: bool,
 ) -> None:
     """Save a chunk's tensors on the host, which may allocate memory of the device for a copy.
 
@@ -151,13 +155,13 @@ def _keep(
 
 def _forward_chunk(
     call: LayerCall,
-    outputs: Whole,
+    outputs: FullOutputs,
     hidden_chunk: Tensor,
     chunk: Chunk,
     states: States,
     original: Tensor,
     is_retry: bool,
-) -> tuple[ChunkOutput, list[Attended]]:
+) -> tuple[ChunkOutput, list[AttentionOutput]]:
     """Compute one chunk of a layer call without a graph, and copy its results into `outputs`.
     Return the results, with the output and logsumexp of each attention call. Linear outputs named
     by `saves` are collected.
@@ -178,10 +182,10 @@ def _forward_chunk(
         saved.random[-1].restore()
         if hidden_chunk is not original:
             hidden_chunk.copy_(original)
-    see = call.seeing(chunk, in_backward=False)
+    see = call.start_witness(chunk, in_backward=False)
     if saved.keeps_graph:
-        with call.backward.parameters.shadowed() as shadows:
-            graph = computed_with_graph(
+        with call.backward.parameters.shadow() as shadows:
+            graph = compute_with_graph(
                 call, hidden_chunk, chunk, call.backward.needs_grad, shadows, {}
             )
         saved.graph = graph
@@ -202,7 +206,7 @@ def _forward_chunk(
     return write_chunk(outputs, output, chunk, call.plan.length), attended
 
 
-def outputs_of(call: LayerCall, outputs: Whole) -> tuple[Tensor, ...]:
+def outputs_of(call: LayerCall, outputs: FullOutputs) -> tuple[Tensor, ...]:
     """Return the layer's outputs as a tuple: hidden_states [..., B, T, h], then the others. Store
     the order of the others in `call.form.extras`.
 
@@ -261,7 +265,9 @@ class BackwardPass:
             len(self._arguments), call.backward.gradients_of_a_parameter
         )
 
-    def choose_buffer(self, call: LayerCall, grad: Tensor | None, counts: Counts | None) -> None:
+    def choose_buffer(
+        self, call: LayerCall, grad: Tensor | None, counts: ReferenceCounts | None
+    ) -> None:
         """Choose the buffer for the gradient of hidden_states: a new one, or that of the incoming
         gradient if no other code holds a reference to the incoming gradient.
 
@@ -328,7 +334,7 @@ class BackwardPass:
                 chunk.part(buffer, argument.dim).add_(gradient)
         self._argument_sums.add(summed)
 
-    def of_arguments(self) -> list[Tensor | None]:
+    def argument_gradients(self) -> list[Tensor | None]:
         """Return one gradient for each argument with requires_grad, in the argument's shape [...];
         None where no gradient is wanted."""
         if not self._arguments:
@@ -388,15 +394,15 @@ class StreamedLayer(torch.autograd.Function):
             hooks = call.snapshot.hooks
             weights = NULL_CONTEXT
             if call.layer_state.weights is not None:
-                weights = call.layer_state.weights_here("forward", call.device)
-            with weights, watching(hooks) if hooks.locations else NO_HOOKS as modifying_hooks:
+                weights = call.layer_state.load_weights("forward", call.device)
+            with weights, watch_hooks(hooks) if hooks.locations else NO_HOOKS as modifying_hooks:
                 outputs = strategy.forward(call, True)
             if modifying_hooks:
                 call.layer_state.tests.refuse_untested(modifying_hooks, call.layer_state.layer)
         except MEMORY_ERRORS as error:
             if not is_out_of_memory(error):
                 raise
-            raise explained(error, call.layer_state, call.plan) from error
+            raise layer_memory_error(error, call.layer_state, call.plan) from error
         call.backward.forward_snapshot = call.layer_state.fingerprint.record_forward(
             call.layer_state.layer, call.snapshot, versions, modifying_hooks
         )
@@ -441,17 +447,17 @@ class StreamedLayer(torch.autograd.Function):
                 work.choose_buffer(call, grad, counts)
             call.hidden_states = None  # type: ignore[assignment]
             # Recompute and differentiate the layer with shadows in its parameters' slots.
-            # `recomputing` exits after the parameters are back, because it takes a snapshot of the
-            # layer.
+            # `check_recomputation` exits after the parameters are back, because it takes a snapshot
+            # of the layer.
             weights_on_device = NULL_CONTEXT
             if call.layer_state.weights is not None:
-                weights_on_device = call.layer_state.weights_here("backward", call.device)
+                weights_on_device = call.layer_state.load_weights("backward", call.device)
             with (
-                call.autocast.off(),
-                call.streaming(),
-                recomputing(call),
+                call.autocast.disable(),
+                call.prepare_layer(),
+                check_recomputation(call),
                 weights_on_device,
-                parameters.shadowed() as work.shadows,
+                parameters.shadow() as work.shadows,
             ):
                 work.sums.index_by_alias = {
                     id(shadow): index for index, shadow in enumerate(work.shadows)
@@ -472,7 +478,7 @@ class StreamedLayer(torch.autograd.Function):
         except MEMORY_ERRORS as error:
             if not is_out_of_memory(error):
                 raise
-            raise explained(error, call.layer_state, call.plan) from error
+            raise layer_memory_error(error, call.layer_state, call.plan) from error
         finally:
             use.__exit__()
         pairs = zip(summed, values, strict=True)
@@ -480,7 +486,7 @@ class StreamedLayer(torch.autograd.Function):
             zeros_for_engines(parameter) if gradient is None else gradient
             for gradient, parameter in pairs
         ]
-        return None, None, None, work.hidden_states, *work.of_arguments(), *gradients
+        return None, None, None, work.hidden_states, *work.argument_gradients(), *gradients
 
 
 FindUnread = Callable[[LayerCall, dict[str, nn.Linear], bool], UnreadProducts]
@@ -517,9 +523,9 @@ def run_backward(find_unread: FindUnread, call: LayerCall, work: BackwardPass) -
     if needs_refill and saved.keys_are_stored:
         call.attempt(lambda _: prefix.find_saved())
     elif needs_refill:
-        with torch.no_grad(), left_out(linears, unread.refill):
-            for chunk in saved.refilled:
-                starts = saved.starts(chunk.index)
+        with torch.no_grad(), skip_outputs(linears, unread.refill):
+            for chunk in saved.refilled_chunks:
+                starts = saved.start_names(chunk.index)
                 if saved.moves and call.attempt is not RUN_ONCE:
                     call.attempt(functools.partial(saved.load, starts))
                 saved.bring(chunk, starts, names_to_keep=dict(starts))
@@ -529,12 +535,12 @@ def run_backward(find_unread: FindUnread, call: LayerCall, work: BackwardPass) -
     skipped = unread.recompute.difference(call.saved.products.names)
     if call.backward.witness is not None:
         skipped &= call.backward.witness.left_out
-    with summed(linears, work.sums, skipped, call.backward.witness):
+    with sum_weight_gradients(linears, work.sums, skipped, call.backward.witness):
         for chunk in call.plan.backward:
             _chunk_backward(call, chunk, work, unread.states or any(work.needs_arguments))
 
 
-def computed_with_graph(
+def compute_with_graph(
     call: LayerCall,
     x: Tensor,
     chunk: Chunk,
@@ -569,7 +575,7 @@ def computed_with_graph(
 
 
 def _refill(call: LayerCall, chunk: Chunk, is_retry: bool) -> None:
-    with call.saved.random[chunk.index].replayed():
+    with call.saved.random[chunk.index].replay():
         states = call.saved.states() if call.layer_state.kind.states.carries else None
         call.compute(call.saved.brought["x"], chunk, Stage.REFILL, states=states)
 
@@ -599,16 +605,16 @@ def _chunk_backward(
         upstream = call.carried.upstream.pop(chunk.index, {})
         states = leaves_of(states) if through_states else states
     of_inputs, through, of_parameters = call.attempt(
-        functools.partial(_differentiated, call, chunk, work, x, states, upstream)
+        functools.partial(_differentiate, call, chunk, work, x, states, upstream)
     )
     saved.brought.clear()
     if carries:
-        call.carried.went_on(call.plan, chunk, through)
+        call.carried.add_state_gradients(call.plan, chunk, through)
     work.add(chunk, of_inputs)
     call.attempt(lambda _: work.sums.add(of_parameters))
 
 
-def _differentiated(
+def _differentiate(
     call: LayerCall,
     chunk: Chunk,
     work: BackwardPass,
@@ -640,17 +646,17 @@ def _differentiated(
         for of_graph, of_pass in zip(graph.shadows, work.shadows, strict=True)
     ):
         saved = call.saved
-        see = call.seeing(chunk, in_backward=True)
+        see = call.start_witness(chunk, in_backward=True)
         with (
-            saved.random[chunk.index].replayed(),
+            saved.random[chunk.index].replay(),
             saved.products.use_outputs(saved.brought, sums=work.sums, see=see)
             if saved.products.names
             else NULL_CONTEXT,
-            counting(call, saved.cost_recorder, (x, *work.shadows))
+            count_graph_bytes(call, saved.cost_recorder, (x, *work.shadows))
             if saved.cost_recorder is not None
             else NULL_CONTEXT,
         ):
-            graph = computed_with_graph(
+            graph = compute_with_graph(
                 call, x, chunk, (work.needs_input, work.needs_arguments), work.shadows, states
             )
         if call.backward.witness is not None:
@@ -673,7 +679,7 @@ def _differentiated(
     marker = weakref.ref(origin)
     del origin
     if last:
-        refuse_kept(call, marker)
+        refuse_kept_graph(call, marker)
     first, second = len(targets), len(targets) + len(starts)
     through = zip(starts, gradients[first:second], strict=True)
     return (

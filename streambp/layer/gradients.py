@@ -47,14 +47,14 @@ from torch import Tensor, nn
 
 from streambp.distributed.engines import engine_hooks, engine_ownership
 from streambp.errors import TWO_BACKWARDS, BackwardError, UnsupportedModelError
-from streambp.fingerprint.hooks import HookKey, described, watching
+from streambp.fingerprint.hooks import HookKey, describe_hook, watch_hooks
 from streambp.fingerprint.snapshots import change_error
 from streambp.known_names import ACCUMULATE_GRAD, FLAT_PARAMETER, USE_COUNT
 from streambp.layer.arguments import refuse_written
 from streambp.layer.call import ChunkOutput, LayerCall
 from streambp.layer.oom import RUN_ONCE
 from streambp.layer.recompute import Parameters, check_mode, slots_of
-from streambp.layer.side_effects import KEEPS
+from streambp.layer.side_effects import REASON_KEPT_GRAPH
 from streambp.offload.costs import ObservedCosts
 
 NO_HOOKS: contextlib.AbstractContextManager[AbstractSet[HookKey]] = contextlib.nullcontext(
@@ -95,7 +95,7 @@ def begin_backward(ctx: Any) -> tuple[LayerCall, Parameters]:
     is_unchanged = (
         call.snapshot is ctx.parameters.snapshot and call.snapshot.trained == ctx.parameters.trained
     )
-    ctx.parameters.check_unchanged([] if is_unchanged else call.layer_state.of(slots_of))
+    ctx.parameters.check_unchanged([] if is_unchanged else call.layer_state.cached_result(slots_of))
     refuse_written(call.arguments.versions)
     call.layer_state.fingerprint.check(
         call.layer_state.layer, call.backward.forward_snapshot, call.snapshot
@@ -104,7 +104,7 @@ def begin_backward(ctx: Any) -> tuple[LayerCall, Parameters]:
 
 
 @contextlib.contextmanager
-def recomputing(call: LayerCall) -> Iterator[None]:
+def check_recomputation(call: LayerCall) -> Iterator[None]:
     """Context manager for a layer's recomputation in backward. At its end, check that the hooks
     that modified values in forward did so in the recomputation too, and no others.
 
@@ -114,7 +114,7 @@ def recomputing(call: LayerCall) -> Iterator[None]:
     assert call.backward.forward_snapshot is not None
     layer_state = call.layer_state
     hooks = call.snapshot.hooks
-    with watching(hooks) if hooks.locations else NO_HOOKS as modifying_hooks:
+    with watch_hooks(hooks) if hooks.locations else NO_HOOKS as modifying_hooks:
         yield
     for key in sorted(modifying_hooks ^ call.backward.forward_snapshot.modifying_hooks):
         in_backward, in_forward = (
@@ -124,13 +124,13 @@ def recomputing(call: LayerCall) -> Iterator[None]:
         )
         raise change_error(
             call.layer_state.layer,
-            f"{described(key)} {in_backward} it is given, and {in_forward} in forward",
+            f"{describe_hook(key)} {in_backward} it is given, and {in_forward} in forward",
         )
     if layer_state.fingerprint.pending:
         layer_state.fingerprint.learn(call.layer_state.layer, call.snapshot)
 
 
-LEAF_NODE = getattr(torch._C._functions, ACCUMULATE_GRAD)
+LEAF_NODE_TYPE = getattr(torch._C._functions, ACCUMULATE_GRAD)
 
 
 class GraphMarker:
@@ -227,12 +227,12 @@ def can_keep_graph(call: LayerCall) -> bool:
         or layer_state.kind.states.carries
         or layer_state.kind.attention.picks_keys
         or not layer_state.linears
-        or layer_state.of(engine_hooks)
+        or layer_state.cached_result(engine_hooks)
     )
 
 
 @contextlib.contextmanager
-def counting(
+def count_graph_bytes(
     call: LayerCall, observed_costs: ObservedCosts, tensors: Iterable[Tensor]
 ) -> Iterator[None]:
     """Context manager that counts the bytes of the tensors that autograd saves for one chunk, and
@@ -285,7 +285,7 @@ def refuse_other_leaves(
     Raises:
         UnsupportedModelError: there is such a leaf.
     """
-    leaf = leaf_besides(outputs, differentiated)
+    leaf = find_other_leaf(outputs, differentiated)
     if leaf is not None:
         otherwise = (
             ", so that streaming would lose that gradient. Register it as a parameter of the "
@@ -293,7 +293,7 @@ def refuse_other_leaves(
             "(streambp.unpatch(model)) with gradient checkpointing."
         )
         remedy = "" if getattr(leaf, FLAT_PARAMETER, False) else otherwise
-        raise UnsupportedModelError(f"{type(layer).__name__} {depends(leaf)}{remedy}")
+        raise UnsupportedModelError(f"{type(layer).__name__} {dependence_message(leaf)}{remedy}")
 
 
 def nodes_behind(outputs: Iterable[Tensor]) -> list[Any]:
@@ -310,18 +310,18 @@ def nodes_behind(outputs: Iterable[Tensor]) -> list[Any]:
     return nodes
 
 
-def leaf_besides(outputs: Iterable[Tensor], differentiated: Iterable[Tensor]) -> Tensor | None:
+def find_other_leaf(outputs: Iterable[Tensor], differentiated: Iterable[Tensor]) -> Tensor | None:
     """Return a leaf [...] of these outputs' autograd graph that is not among `differentiated`, so
     that its gradient would be lost; None if all leaves are."""
     leaf_ids = {id(tensor) for tensor in differentiated}
     for node in nodes_behind(outputs):
-        if type(node) is LEAF_NODE and id(node.variable) not in leaf_ids:
+        if type(node) is LEAF_NODE_TYPE and id(node.variable) not in leaf_ids:
             leaf: Tensor = node.variable
             return leaf
     return None
 
 
-def depends(leaf: Tensor) -> str:
+def dependence_message(leaf: Tensor) -> str:
     """Return text, for an error or as the reason to run unchunked, about a layer whose output
     depends on a foreign tensor [...], neither its parameter nor its argument. Chunks would lose the
     tensor's gradient. The text includes the remedy for FSDP1's flat parameter."""
@@ -336,7 +336,7 @@ def depends(leaf: Tensor) -> str:
     )
 
 
-def refuse_kept(call: LayerCall, origin: weakref.ref[GraphMarker]) -> None:
+def refuse_kept_graph(call: LayerCall, origin: weakref.ref[GraphMarker]) -> None:
     """Raise if other code still holds part of a chunk's graph after the chunk's backward, for
     example a hook that collects an auxiliary loss. The hook got tensors without a graph in forward,
     so the gradient of this loss would be lost. Later calls of this kind run unchunked.
@@ -355,8 +355,9 @@ def refuse_kept(call: LayerCall, origin: weakref.ref[GraphMarker]) -> None:
             True  # a cycle of torch's own; collecting it in each step would be slow
         )
         return
-    call.arguments.renamed(call.snapshot.kind)  # forward may have excluded values from comparison
-    call.layer_state.tests.results[call.arguments.kind].set_result(KEEPS)
+    # forward may have excluded values from comparison
+    call.arguments.replace_state(call.snapshot.kind)
+    call.layer_state.tests.results[call.arguments.kind].set_result(REASON_KEPT_GRAPH)
     raise BackwardError(
         f"{type(call.layer_state.layer).__name__}, or a hook inside it, stores tensors with their graph, "
         "and did not when the layer was tested. A common cause is a second loss that starts at a "
@@ -366,11 +367,11 @@ def refuse_kept(call: LayerCall, origin: weakref.ref[GraphMarker]) -> None:
     )
 
 
-Counts = tuple[int, int, int]
-UNKNOWN = 0
+ReferenceCounts = tuple[int, int, int]
+UNKNOWN_USE_COUNT = 0
 
 
-def reference_counts(gradient: Tensor) -> Counts:
+def reference_counts(gradient: Tensor) -> ReferenceCounts:
     """Return three reference counts of a gradient, by which `may_overwrite` decides if another user
     holds it: of the C++ tensor, of its Python object and of its storage. Must be called directly in
     an autograd Function's `backward(ctx, gradient)`.
@@ -380,7 +381,7 @@ def reference_counts(gradient: Tensor) -> Counts:
     """
     storage = torch._C._storage_Use_Count(gradient.untyped_storage()._cdata)  # type: ignore[attr-defined]
     tensor = getattr(
-        gradient, USE_COUNT, lambda: UNKNOWN
+        gradient, USE_COUNT, lambda: UNKNOWN_USE_COUNT
     )()  # without this attribute no buffer is reused
     return tensor, sys.getrefcount(gradient), storage
 
@@ -392,7 +393,7 @@ def tag_reusable(gradient: Tensor) -> Tensor:
     return gradient
 
 
-def may_overwrite(gradient: Tensor, counts: Counts, like: Tensor) -> bool:
+def may_overwrite(gradient: Tensor, counts: ReferenceCounts, like: Tensor) -> bool:
     """True if `gradient` [...] may be reused as a buffer with the shape and dtype of `like`,
     because no other code holds it.
 
@@ -403,7 +404,7 @@ def may_overwrite(gradient: Tensor, counts: Counts, like: Tensor) -> bool:
     """
     return (
         getattr(gradient, "_streambp_buffer", False)
-        and counts[0] != UNKNOWN
+        and counts[0] != UNKNOWN_USE_COUNT
         and counts == counts_when_alone()
         and gradient.shape == like.shape
         and gradient.dtype == like.dtype
@@ -413,11 +414,11 @@ def may_overwrite(gradient: Tensor, counts: Counts, like: Tensor) -> bool:
 
 
 @functools.cache
-def counts_when_alone() -> Counts:
+def counts_when_alone() -> ReferenceCounts:
     """Return the `reference_counts` of a gradient that no code except autograd's engine holds. The
     counts depend on the versions of torch and Python, and are measured once in a process.
     `may_overwrite` compares a gradient's counts with these."""
-    counts: list[Counts] = []
+    counts: list[ReferenceCounts] = []
 
     class Probe(torch.autograd.Function):
         @staticmethod

@@ -13,30 +13,30 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from streambp.attention.backend import AsSdpa, KernelUse
-from streambp.attention.interface import NoAttention, ThroughInterface
+from streambp.attention.backend import KernelUse, SdpaComparison
+from streambp.attention.interface import InterfaceAttention, NoAttention
 from streambp.chunks import ChunkPlan
 from streambp.config import StreamConfig
-from streambp.device import has_data, products_rounded_to
+from streambp.device import has_data, matmul_dtype
 from streambp.errors import StreamBPError, UnsupportedModelError
-from streambp.fingerprint.hooks import HookKey, described
+from streambp.fingerprint.hooks import HookKey, describe_hook
 from streambp.fingerprint.snapshots import Fingerprint, LayerSnapshot
 from streambp.foreign import has_compiled_parts
 from streambp.instance_forward import StepOwner
-from streambp.layer.adapters import Readings, keep_reasons, readings
+from streambp.layer.adapters import LoraModules, keep_reasons, lora_modules_of
 from streambp.layer.choices import ReplayedChoices
 from streambp.layer.packed_experts import packed_weights
-from streambp.layer.products import UnreadInHalves, UnreadProducts, hooked_everywhere, plain_linears
+from streambp.layer.products import UnreadInHalves, UnreadProducts, has_global_hooks, plain_linears
 from streambp.layer.recompute import NULL_CONTEXT, Autocast
 from streambp.layer.witness import (
-    CHOSEN_OTHERWISE,
-    EPS_OF_HALVES,
-    TOLERANCE,
-    Compared,
+    CHANGED_CHOICES_TOLERANCE,
+    HALF_TOLERANCE_EPS,
+    RELATIVE_TOLERANCES,
+    ValuePair,
     Witness,
     Witnesses,
-    chooses,
     dtypes_of,
+    makes_choices,
 )
 from streambp.offload.manager import OffloadManager
 from streambp.offload.policy import SavesPolicy
@@ -46,14 +46,12 @@ from streambp.recurrent.documents import PackedRows
 
 T = TypeVar("T")
 Key = TypeVar("Key")
-ANY_SIZE = 0  # key in `TrialResult.tested_lengths` for all chunk sizes
-REACH = (
-    "code of others"  # part of a kind of call: third-party code within reach. [Note: kept values]
-)
+ANY_CHUNK_SIZE = 0  # key in `TrialResult.tested_lengths` for all chunk sizes
+# part of a kind of call: third-party code within reach. [Note: kept values]
+THIRD_PARTY_CODE_KEY = "code of others"
 MAX_KINDS_OF_CALLS = 32  # most kinds of calls with stored results, for each layer
-DOUBTS_BEFORE_DECISION = (
-    4  # doubts before a possibly temporary reason counts for all calls of a kind
-)
+# doubts before a possibly temporary reason counts for all calls of a kind
+DOUBTS_BEFORE_DECISION = 4
 
 
 def remember(entries: dict[Key, T], key: Key, value: T) -> T:
@@ -68,19 +66,19 @@ def remember(entries: dict[Key, T], key: Key, value: T) -> T:
 
 
 @dataclasses.dataclass(frozen=True)
-class Overwritten:
+class OverwrittenTensors:
     """The tensors that a layer's forward overwrites in place, among those that backward may need.
     [Note: writes through pointers]
 
     Attributes:
         products: names of the Linears whose outputs are overwritten.
-        attended: True if the output of attention is overwritten.
+        attention_output: True if the output of attention is overwritten.
         inputs: True if a kernel overwrites hidden_states or recurrent states without raising their
             version counters.
     """
 
     products: frozenset[str] = frozenset()
-    attended: bool = False
+    attention_output: bool = False
     inputs: bool = False
 
 
@@ -96,7 +94,8 @@ class TrialResult:
         reason: the reason why calls of this kind run unchunked; None: they run in chunks.
         seen_writing: the autocast states under which the forward was searched for in-place writes.
         tested_lengths: dict from chunk size to the longest sequence length, in tokens, that needs
-            no further test. `ANY_SIZE` is the key for all other chunk sizes. None: no test ran.
+            no further test. `ANY_CHUNK_SIZE` is the key for all other chunk sizes. None: no test
+            ran.
         adopted: True if the results were copied from calls of the layer with fewer hooks.
         doubts: number of failed tests whose reason may be temporary, such as an exception.
     """
@@ -116,7 +115,7 @@ class TrialResult:
         """
         self.is_tested, self.reason = True, reason
 
-    def doubt(self, reason: str) -> None:
+    def add_doubt(self, reason: str) -> None:
         """Count a reason to run unchunked that may be temporary, such as an exception. After
         `DOUBTS_BEFORE_DECISION` of them, calls of this kind run unchunked.
 
@@ -149,7 +148,7 @@ class LayerKind:
             earlier tokens; empty: none.
     """
 
-    attention: NoAttention = dataclasses.field(default_factory=ThroughInterface)
+    attention: NoAttention = dataclasses.field(default_factory=InterfaceAttention)
     states: StateCarrier = dataclasses.field(default_factory=StateCarrier)
     position_cache: str = ""
 
@@ -207,9 +206,9 @@ class LastCall:
 
     report: CallReport = CallReport()
     kernels: frozenset[KernelUse] = frozenset()
-    sdpa: AsSdpa = dataclasses.field(default_factory=AsSdpa)
+    sdpa: SdpaComparison = dataclasses.field(default_factory=SdpaComparison)
     error_has_advice: bool = False
-    adapters: Readings = dataclasses.field(default_factory=dict)
+    adapters: LoraModules = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass
@@ -247,7 +246,7 @@ class LayerTests:
     unread_in_halves: dict[tuple[Any, ...], UnreadInHalves] = dataclasses.field(
         default_factory=dict
     )
-    overwritten: Overwritten = Overwritten()
+    overwritten: OverwrittenTensors = OverwrittenTensors()
     at_last_positions: bool = True
     third_party_modules: list[str] = dataclasses.field(default_factory=list)
     max_tested_tokens: int | None = None
@@ -271,7 +270,7 @@ class LayerTests:
                 findings.set_result(None)
                 findings.is_tested = False
 
-    def cover(self, findings: TrialResult, plan: ChunkPlan) -> bool:
+    def covers(self, findings: TrialResult, plan: ChunkPlan) -> bool:
         """True if a call needs no further test at its length. This holds for a call of one chunk,
         and for a layer without third-party modules. Calls of other layers must have been tested at
         this length and chunk size. [Note: foreign insides]
@@ -284,7 +283,7 @@ class LayerTests:
         if len(plan.ends) == 1 or (tested_lengths is None and not self.third_party_modules):
             return True
         return tested_lengths is not None and plan.length <= tested_lengths.get(
-            plan.size, tested_lengths[ANY_SIZE]
+            plan.size, tested_lengths[ANY_CHUNK_SIZE]
         )
 
     def reuse_result(self, kind: frozenset[tuple[str, Any]], snapshot: LayerSnapshot) -> None:
@@ -309,7 +308,7 @@ class LayerTests:
                 pair for pair in self.results.items() if pair[1].is_tested
             ]:
                 earlier_state = dict(earlier_kind)["state"]
-                differing = {name for name, _ in earlier_kind ^ kind} - {REACH}
+                differing = {name for name, _ in earlier_kind ^ kind} - {THIRD_PARTY_CODE_KEY}
                 differs_in_hooks_alone = differing == {"state"} and earlier_state[::2] == state[::2]
                 if differs_in_hooks_alone and set(earlier_state[1]) <= set(state[1]):
                     # the source of a copy counts as newly used
@@ -333,7 +332,7 @@ class LayerTests:
         for key in sorted(modifying_hooks - self.tested_hooks):
             self.warm_up.on = False
             raise StreamBPError(
-                f"{described(key)} of {type(layer).__name__} modifies its values and was "
+                f"{describe_hook(key)} of {type(layer).__name__} modifies its values and was "
                 "registered after streambp.warm_up, so it was never tested. After warm_up only "
                 "hooks that modify nothing may be added. Register the hook before warm_up, or "
                 "repeat the step: from now on layers are tested with their current hooks."
@@ -398,7 +397,7 @@ class LayerState:
         layer runs."""
         return self.weights is not None and self.index not in self.weights.ranges.staying
 
-    def weights_here(
+    def load_weights(
         self, direction: str, device: torch.device
     ) -> contextlib.AbstractContextManager[None]:
         """Context manager in which the layer's weights are on the device, if they are stored on the
@@ -412,7 +411,7 @@ class LayerState:
             return NULL_CONTEXT
         return self.weights.on_device(self.index, direction, device, decodes=direction != "trial")
 
-    def weights_for_once(
+    def load_weights_once(
         self, args: Any, kwargs: Any, reason: str
     ) -> contextlib.AbstractContextManager[None]:
         """Context manager in which the layer's weights are on the device, for a call without a
@@ -442,7 +441,7 @@ class LayerState:
         return self.weights.on_device(self.index, "forward", tensors[0].device)
 
     @property
-    def repeats(self) -> bool:
+    def retries_chunks(self) -> bool:
         """True if a chunk that runs out of memory is computed again. This requires saved tensors
         that can be freed before: `saves="auto"` has chosen them, and they may be on the device.
         [Note: once for each chunk]"""
@@ -455,36 +454,38 @@ class LayerState:
         weight gradients may be summed over chunks. Return {} while global module hooks
         (`register_module_forward_hook`) are registered, because such hooks may change at any time.
         """
-        if hooked_everywhere():
+        if has_global_hooks():
             return {}
         # Where the last call ran peft's code, gradients of peft's inner Linears are summed in
         # float32.
-        names = tuple(name for name, reading in self.adapters.items() if reading.is_one)
-        return self.of(functools.partial(plain_linears, adapted=names), ("linears", names))
+        names = tuple(name for name, lora_module in self.adapters.items() if lora_module.is_fused)
+        return self.cached_result(
+            functools.partial(plain_linears, adapted=names), ("linears", names)
+        )
 
     @property
     def packed_weights(self) -> list[ParametrizationList]:
         """Return the parametrizations of the layer's experts in 4 bits."""
-        return self.of(packed_weights)
+        return self.cached_result(packed_weights)
 
     @property
-    def adapters(self) -> Readings:
+    def adapters(self) -> LoraModules:
         """Return the layer's LoRA Linears and adapted experts by name; {} if the setting `kernels`
         is not "auto"."""
         if self.config.kernels != "auto":
             return {}
-        readings_by_name = self.of(readings)
+        lora_modules = self.cached_result(lora_modules_of)
         previous = self.last_call.adapters
-        if readings_by_name is not previous:
+        if lora_modules is not previous:
             # A layer's first forward may set attributes, and then its Linears are read again.
-            keep_reasons(previous, readings_by_name)
-            self.last_call.adapters = readings_by_name
-        return readings_by_name
+            keep_reasons(previous, lora_modules)
+            self.last_call.adapters = lora_modules
+        return lora_modules
 
-    def coarsest(self, dtype: torch.dtype, device: str, autocast: Autocast) -> torch.dtype:
+    def coarsest_dtype(self, dtype: torch.dtype, device: str, autocast: Autocast) -> torch.dtype:
         """Return the dtype with the largest rounding error among `dtype`, the dtypes of the layer's
         parameters and autocast's dtype. Comparisons of this layer tolerate roundings of the result.
-        The dtype float32 is replaced by a dtype with TF32's precision (`products_rounded_to`) if
+        The dtype float32 is replaced by a dtype with TF32's precision (`matmul_dtype`) if
         the device may use TF32, because kernels choose TF32 by the number of rows.
 
         Args:
@@ -494,9 +495,9 @@ class LayerState:
         """
         cast = (to for _, active, to in autocast.states if active)
         coarsest = max(
-            (dtype, *self.of(dtypes_of), *cast), key=lambda dtype: torch.finfo(dtype).eps
+            (dtype, *self.cached_result(dtypes_of), *cast), key=lambda dtype: torch.finfo(dtype).eps
         )
-        return products_rounded_to(device) or coarsest if coarsest == torch.float32 else coarsest
+        return matmul_dtype(device) or coarsest if coarsest == torch.float32 else coarsest
 
     def witness(self, x: Tensor, autocast: Autocast) -> Witness | None:
         """Return the object that compares backward's recomputation with this forward. None if the
@@ -510,32 +511,34 @@ class LayerState:
             return None
         dtype, device = x.dtype, x.device.type  # the closure must not keep x alive
 
-        def compared(_: nn.Module) -> Callable[[Tensor, Tensor, Tensor | None], Compared]:
-            coarsest = self.coarsest(dtype, device, autocast)
-            tolerance = TOLERANCE.get(coarsest, EPS_OF_HALVES * torch.finfo(coarsest).eps)
+        def compared(_: nn.Module) -> Callable[[Tensor, Tensor, Tensor | None], ValuePair]:
+            coarsest = self.coarsest_dtype(dtype, device, autocast)
+            tolerance = RELATIVE_TOLERANCES.get(
+                coarsest, HALF_TOLERANCE_EPS * torch.finfo(coarsest).eps
+            )
             if (
-                coarsest not in TOLERANCE
-                and (device != "cpu" or self.of(has_compiled_parts))
-                and self.of(chooses)
+                coarsest not in RELATIVE_TOLERANCES
+                and (device != "cpu" or self.cached_result(has_compiled_parts))
+                and self.cached_result(makes_choices)
             ):
-                tolerance = CHOSEN_OTHERWISE  # kernels may sum in any order
-            return functools.partial(Compared, self.layer, self.index, autocast.on, tolerance)
+                tolerance = CHANGED_CHOICES_TOLERANCE  # kernels may sum in any order
+            return functools.partial(ValuePair, self.layer, self.index, autocast.on, tolerance)
 
-        known_as = "compared", dtype, device, autocast.states
+        cache_key = "compared", dtype, device, autocast.states
         return Witness(
-            self.witnesses, lambda: self.of(compared, (*known_as, products_rounded_to(device)))
+            self.witnesses, lambda: self.cached_result(compared, (*cache_key, matmul_dtype(device)))
         )
 
-    def of(self, question: Callable[[nn.Module], T], known_as: Hashable = None) -> T:
+    def cached_result(self, question: Callable[[nn.Module], T], cache_key: Hashable = None) -> T:
         """Return `question(layer)`, cached until the layer's modules, hooks or attributes change.
         Calls of the layer thus inspect its modules once. [Note: fingerprint]
 
         Args:
             question: a function of the layer.
-            known_as: the cache key; None: the function itself.
+            cache_key: the cache key; None: the function itself.
         """
         answers = (self.fingerprint.last or self.fingerprint.take_snapshot(self.layer)).answers
-        key = known_as or question
+        key = cache_key or question
         if key not in answers:
             answers[key] = question(self.layer)
         answer: T = answers[key]

@@ -23,11 +23,11 @@ from streambp.device import MEMORY_ERRORS, is_out_of_memory, make_room
 from streambp.errors import DeviceMemoryError
 from streambp.layer.layer_state import LayerState
 
-SMALL_CHUNK = 1024
+MIN_ADVISED_CHUNK_SIZE = 1024
 T = TypeVar("T")
 
 
-def with_memory(
+def run_with_retry(
     compute: Callable[[bool], T],
     device: torch.device,
     drop_saves: Callable[[], bool] | None,
@@ -58,7 +58,9 @@ def with_memory(
 RUN_ONCE: Callable[[Callable[[bool], Any]], Any] = operator.methodcaller("__call__", False)
 
 
-def explained(error: BaseException, layer_state: LayerState, plan: ChunkPlan) -> DeviceMemoryError:
+def layer_memory_error(
+    error: BaseException, layer_state: LayerState, plan: ChunkPlan
+) -> DeviceMemoryError:
     """Return the error to raise in place of an out-of-memory error of a decoder layer; its message
     names the setting to change. An error that already names one is returned unchanged.
 
@@ -76,7 +78,7 @@ def explained(error: BaseException, layer_state: LayerState, plan: ChunkPlan) ->
     moves_saves = (
         layer_state.saves_policy is not None and layer_state.saves_policy.moving is not None
     )
-    lever = next_lever(layer_state.config, plan, moves_saves)
+    lever = advise_setting(layer_state.config, plan, moves_saves)
     return DeviceMemoryError(
         f"The device ran out of memory in {type(layer_state.layer).__name__} on {plan.length} positions a "
         f"row in chunks of {plan.longest}. {lever} Run `streambp plan` to compute what fits. "
@@ -84,7 +86,7 @@ def explained(error: BaseException, layer_state: LayerState, plan: ChunkPlan) ->
     )
 
 
-def next_lever(config: StreamConfig, plan: ChunkPlan, moves_saves: bool = False) -> str:
+def advise_setting(config: StreamConfig, plan: ChunkPlan, moves_saves: bool = False) -> str:
     """Return one sentence that advises to change a setting: the least costly change that lowers
     peak memory.
 
@@ -96,8 +98,8 @@ def next_lever(config: StreamConfig, plan: ChunkPlan, moves_saves: bool = False)
     if not (config.always_moves or moves_saves):
         saved = f" and saves={config.named_saves!r}" if config.named_saves else ""
         return f"Set offload='cpu' in StreamConfig: it moves layer inputs{saved} to host memory."
-    if min(plan.size, plan.length) > SMALL_CHUNK:
-        return f"Set chunk_size={max(SMALL_CHUNK, plan.size // 2)} in StreamConfig."
+    if min(plan.size, plan.length) > MIN_ADVISED_CHUNK_SIZE:
+        return f"Set chunk_size={max(MIN_ADVISED_CHUNK_SIZE, plan.size // 2)} in StreamConfig."
     if not config.head:
         return "Set head=True in StreamConfig: it computes the loss without logits."
     if config.gpu_memory is None:
@@ -112,7 +114,9 @@ def next_lever(config: StreamConfig, plan: ChunkPlan, moves_saves: bool = False)
     )
 
 
-def bare_advice(tokens: int, streamed: tuple[StreamConfig, ChunkPlan, bool] | None) -> str:
+def advise_after_backward(
+    tokens: int, streamed: tuple[StreamConfig, ChunkPlan, bool] | None
+) -> str:
     """Return advice, as a message, for a backward that ran out of memory in torch's own code,
     outside the autograd Functions of streambp. That error cannot carry the advice, because no code
     of streambp runs when it is raised.
@@ -124,7 +128,7 @@ def bare_advice(tokens: int, streamed: tuple[StreamConfig, ChunkPlan, bool] | No
     """
     if streamed is not None:
         where = "outside of streamed layers"
-        lever = next_lever(*streamed)
+        lever = advise_setting(*streamed)
     else:
         where = f"of {tokens:,} tokens that ran as the unpatched model would"
         lever = (
@@ -138,7 +142,7 @@ def bare_advice(tokens: int, streamed: tuple[StreamConfig, ChunkPlan, bool] | No
 
 
 @contextlib.contextmanager
-def explaining(where: str) -> Iterator[None]:
+def explain_memory_errors(where: str) -> Iterator[None]:
     """Context manager for code outside of decoder layers: an out-of-memory error is replaced by an
     error that names the setting to change.
 
@@ -161,7 +165,7 @@ def explaining(where: str) -> Iterator[None]:
         ) from error
 
 
-def once_more(
+def run_outside_with_retry(
     device: torch.device,
     drop_saves: Callable[[], bool] | None,
     compute: Callable[[], T],
@@ -180,5 +184,5 @@ def once_more(
     Raises:
         DeviceMemoryError: the device ran out of memory in the retry as well.
     """
-    with explaining(where):
-        return with_memory(lambda _: compute(), device, drop_saves)
+    with explain_memory_errors(where):
+        return run_with_retry(lambda _: compute(), device, drop_saves)

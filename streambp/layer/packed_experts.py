@@ -26,7 +26,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from streambp.errors import UnsupportedModelError
 from streambp.known_names import MXFP4_EXPERTS, PACKED_PARAMETERS, QUANT_STATE
-from streambp.offload.decoded import FORWARD, CountedPackedWeight
+from streambp.offload.decoded_weights import FORWARD, CountedPackedWeight
 
 
 @dataclasses.dataclass(eq=False)
@@ -146,7 +146,7 @@ def refuse_without_backward(model: nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def decoded_once(weights: Sequence[ParametrizationList]) -> Iterator[None]:
+def decode_once(weights: Sequence[ParametrizationList]) -> Iterator[None]:
     """Context manager in which 4-bit weights are decoded at their first read alone.
 
     Args:

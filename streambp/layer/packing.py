@@ -12,8 +12,8 @@ from streambp.known_names import DOCUMENT_ENDS, DOCUMENT_IDS
 from streambp.layer.arguments import Arguments
 from streambp.layer.layer_state import LayerState
 from streambp.recurrent.documents import PackedRows, document_readers
-from streambp.recurrent.scans import scans_of, starting_from
-from streambp.recurrent.segments import in_segments, mixers_of
+from streambp.recurrent.scans import scans_of, use_start_states
+from streambp.recurrent.segments import mixers_of, run_by_segment
 from streambp.recurrent.states import StateCache
 
 
@@ -56,7 +56,7 @@ class Packing:
         rows = None if self.arguments is None else self.arguments.packed_rows
         return () if rows is None else rows.barriers
 
-    def entered(
+    def prepare_chunk(
         self, chunk_arguments: dict[str, Any], chunk: Chunk, cache: StateCache | None
     ) -> tuple[dict[str, Any], contextlib.AbstractContextManager[None]]:
         """Return a chunk's arguments, and a context manager for the layer's forward. Inside the
@@ -76,13 +76,13 @@ class Packing:
                 for name, value in chunk_arguments.items()
                 if name not in (DOCUMENT_IDS, DOCUMENT_ENDS)
             }
-            return chunk_arguments, in_segments(self._mixers, rows.segments(chunk), cache)
+            return chunk_arguments, run_by_segment(self._mixers, rows.segments(chunk), cache)
         if cache is None:
             return chunk_arguments, contextlib.nullcontext()
         documents = self.arguments.documents if self.document_arguments else None
         if documents is None:
-            return chunk_arguments, starting_from(self._scans, cache)
-        return {**chunk_arguments, **documents.within(chunk)}, starting_from(
+            return chunk_arguments, use_start_states(self._scans, cache)
+        return {**chunk_arguments, **documents.kernel_arguments(chunk)}, use_start_states(
             self._scans, cache, (self._functions, documents, chunk)
         )
 

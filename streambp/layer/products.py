@@ -24,16 +24,15 @@ from streambp.accumulate import GradientSum
 from streambp.attention.indexers import indexers_of
 from streambp.device import autocast_dtype
 from streambp.distributed.engines import drops_masks
-from streambp.foreign import compiled_inside
+from streambp.foreign import compiled_submodules
 from streambp.known_names import GLOBAL_HOOKS, LORA_FACTORS, MODULE_HOOKS, MODULE_TABLES
 from streambp.layer.witness import Witness, rows_of
-from streambp.tensors import unviewed
+from streambp.tensors import strip_view
 
-PARAMETERS = MODULE_TABLES[0]
-ADAPTED = (
-    "_streambp_adapted"  # attribute of an adapted module for its `Adaptation`. [Note: adapters]
-)
-Labels = frozenset[str]
+PARAMETERS_ATTRIBUTE = MODULE_TABLES[0]
+# attribute of an adapted module for its `Adaptation`. [Note: adapters]
+ADAPTATION_ATTRIBUTE = "_streambp_adapted"
+LinearNames = frozenset[str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,8 +46,8 @@ class UnreadProducts:
         states: True if a chunk's recurrent end states depend on a tensor that needs a gradient.
     """
 
-    refill: Labels = frozenset()
-    recompute: Labels = frozenset()
+    refill: LinearNames = frozenset()
+    recompute: LinearNames = frozenset()
     states: bool = True
 
 
@@ -67,10 +66,10 @@ class UnreadInHalves:
             differentiated.
     """
 
-    for_queries: Labels = frozenset()
-    for_output: Labels = frozenset()
-    to_differentiate_before: Labels = frozenset()
-    to_differentiate_after: Labels = frozenset()
+    for_queries: LinearNames = frozenset()
+    for_output: LinearNames = frozenset()
+    to_differentiate_before: LinearNames = frozenset()
+    to_differentiate_after: LinearNames = frozenset()
 
 
 def plain_linears(layer: nn.Module, adapted: Iterable[str] = ()) -> dict[str, nn.Linear]:
@@ -93,7 +92,7 @@ def plain_linears(layer: nn.Module, adapted: Iterable[str] = ()) -> dict[str, nn
         for hook in getattr(m, table).values()
     ):
         return {}
-    excluded = [*indexers_of(layer), *compiled_inside(layer)]
+    excluded = [*indexers_of(layer), *compiled_submodules(layer)]
     inner_ids = {id(module) for excluded_module in excluded for module in excluded_module.modules()}
     adapted_names = set(adapted)
     for name in adapted_names:
@@ -128,7 +127,7 @@ def computes_plainly(module: nn.Module) -> TypeGuard[nn.Linear]:
     return not overridden and not any(hasattr(kind, name) for name in ("weight", "bias"))
 
 
-def hooked_everywhere() -> bool:
+def has_global_hooks() -> bool:
     """True if hooks are registered with torch's `register_module_forward_hook` and its like, which
     apply to all modules. Such hooks may need every Linear's true output."""
     return any(map(vars(torch.nn.modules.module).__getitem__, GLOBAL_HOOKS))
@@ -144,7 +143,7 @@ def is_factor(name: str) -> bool:
     return not set(name.split(".")).isdisjoint(LORA_FACTORS)
 
 
-def matching(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
+def match_names(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
     """Return the names of Linears that one of the glob patterns in `StreamConfig.saves` matches, in
     order. The base layer of a LoRA Linear is matched by the name of the LoRA Linear."""
     return [
@@ -154,9 +153,9 @@ def matching(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
     ]
 
 
-Add = Callable[[Tensor, Tensor], None]
-Cast = Callable[[torch.dtype], Tensor]
-See = Callable[[str, Tensor], None]
+AddProduct = Callable[[Tensor, Tensor], None]
+WeightCast = Callable[[torch.dtype], Tensor]
+TensorCallback = Callable[[str, Tensor], None]
 
 
 @dataclasses.dataclass(eq=False)
@@ -180,8 +179,11 @@ class SwappedForwards:
                 attributes["forward"] = forward
 
 
-def summed(
-    linears: dict[str, nn.Linear], sums: GradientSum, unread: Labels, witness: Witness | None = None
+def sum_weight_gradients(
+    linears: dict[str, nn.Linear],
+    sums: GradientSum,
+    unread: LinearNames,
+    witness: Witness | None = None,
 ) -> contextlib.AbstractContextManager[None]:
     """Context manager in which the backward of these Linears adds each chunk's weight gradient
     directly to the sum over chunks. See `accumulate.py`.
@@ -190,7 +192,7 @@ def summed(
         linears: the layer's Linears by name.
         sums: the sums of the parameters' gradients over the chunks.
         unread: names of the Linears whose outputs no code reads in this recomputation; these return
-            NaN, as in `left_out`.
+            NaN, as in `skip_outputs`.
         witness: gets the inputs of these Linears, to compare them with forward. [Note: witness]
     """
     forwards: dict[nn.Linear, Callable[[Tensor], Tensor]] = {}
@@ -203,8 +205,8 @@ def summed(
             witness if witness is not None and name in unread and name in witness.left_out else None
         )
         if name in unread or add is not None:
-            forwards[module] = _adding(
-                module, UNREAD if name in unread else None, add, cast, sees, name
+            forwards[module] = _summing_forward(
+                module, UNREAD_OUTPUT if name in unread else None, add, cast, sees, name
             )
     return SwappedForwards(forwards)
 
@@ -212,19 +214,19 @@ def summed(
 def weights_of(module: nn.Linear) -> tuple[Tensor, Tensor | None]:
     """Return a Linear's weight [out, in] and bias [out], for a LoRA Linear those of its base. Both
     are read from `_parameters`, because `module.weight` is slower and each chunk reads both."""
-    if ADAPTED in module.__dict__:
+    if ADAPTATION_ATTRIBUTE in module.__dict__:
         module = module.base_layer  # type: ignore[assignment]
-    slots = module.__dict__[PARAMETERS]
+    slots = module.__dict__[PARAMETERS_ATTRIBUTE]
     if "weight" in slots and "bias" in slots:
         return (slots["weight"], slots["bias"])
     return (module.weight, module.bias)
 
 
-def _adding(
+def _summing_forward(
     module: nn.Linear,
-    value: Unread | None,
-    add: Add | None,
-    cast: Cast | None,
+    value: ComparedRows | None,
+    add: AddProduct | None,
+    cast: WeightCast | None,
     witness: Witness | None,
     name: str,
 ) -> Callable[[Tensor], Tensor]:
@@ -233,7 +235,7 @@ def _adding(
 
     Args:
         module: the Linear.
-        value: `UNREAD`: no code reads the output, so it is NaN; None: compute the output.
+        value: `UNREAD_OUTPUT`: no code reads the output, so it is NaN; None: compute the output.
         add: callback for backward: gets two matrices [out, n] and [n, in] whose product is the
             weight's gradient, and adds this product to a sum; None: autograd returns the gradient.
         cast: function of a dtype that returns the weight in this dtype; None: cast here.
@@ -243,14 +245,18 @@ def _adding(
     """
     weight, bias = weights_of(module)
     kind = weight.device.type
-    has_adapters = ADAPTED in module.__dict__
+    has_adapters = ADAPTATION_ATTRIBUTE in module.__dict__
     may_cast = torch.amp.is_autocast_available(kind)
 
     def forward(x: Tensor) -> Tensor:
         nonlocal value
         if witness is not None:
             witness.see(name, x)
-            value = rows_of(x.shape[-2]) if witness.last and x.dim() > 1 and x.shape[-2] else UNREAD
+            value = (
+                rows_of(x.shape[-2])
+                if witness.last and x.dim() > 1 and x.shape[-2]
+                else UNREAD_OUTPUT
+            )
         if has_adapters or (may_cast and torch.is_autocast_enabled(kind)):
             return _product(module, value, add, cast, x)
         out: Tensor = LinearWithKnownOutput.apply(x, weight, bias, value, add)
@@ -259,8 +265,8 @@ def _adding(
     return forward
 
 
-def left_out(
-    linears: dict[str, nn.Linear], names: Labels
+def skip_outputs(
+    linears: dict[str, nn.Linear], names: LinearNames
 ) -> contextlib.AbstractContextManager[None]:
     """Return a context manager in which Linears return NaN instead of computing their output. Only
     for Linears whose output values no code reads; the Linears' backward computes the usual
@@ -272,16 +278,19 @@ def left_out(
     """
     skipped = [linears[name] for name in names if name in linears]
     return SwappedForwards(
-        {module: functools.partial(_product, module, UNREAD, None, None) for module in skipped}
+        {
+            module: functools.partial(_product, module, UNREAD_OUTPUT, None, None)
+            for module in skipped
+        }
     )
 
 
-def computed(
+def compute_outputs(
     linears: dict[str, nn.Linear], names: Iterable[str]
 ) -> contextlib.AbstractContextManager[None]:
     """Return a context manager in which Linears compute their output, but have the autograd
-    Function that `left_out` uses. A test compares gradients under `left_out` with those under
-    `computed` bit by bit.
+    Function that `skip_outputs` uses. A test compares gradients under `skip_outputs` with those
+    under `compute_outputs` bit by bit.
 
     Args:
         linears: the layer's Linears by name.
@@ -293,11 +302,11 @@ def computed(
     )
 
 
-def tapped(
+def tap_linears(
     linears: dict[str, nn.Linear],
     names: Iterable[str],
-    sink: See | None = None,
-    see: See | None = None,
+    sink: TensorCallback | None = None,
+    see: TensorCallback | None = None,
     source: Callable[[str], Tensor | None] | None = None,
     sums: GradientSum | None = None,
 ) -> contextlib.AbstractContextManager[None]:
@@ -322,25 +331,25 @@ def tapped(
                 add = sums.adder(weight)
                 cast = None if add is None else functools.partial(sums.cast, weight)
             forwards[module] = functools.partial(
-                _tapped, name, module, sink, see, source, add, cast
+                _tap_linear, name, module, sink, see, source, add, cast
             )
     return SwappedForwards(forwards)
 
 
-def _tapped(
+def _tap_linear(
     name: str,
     module: nn.Linear,
-    sink: See | None,
-    see: See | None,
+    sink: TensorCallback | None,
+    see: TensorCallback | None,
     source: Callable[[str], Tensor | None] | None,
-    add: Add | None,
-    cast: Cast | None,
+    add: AddProduct | None,
+    cast: WeightCast | None,
     x: Tensor,
 ) -> Tensor:
     if see is not None:
         see(name, x)
     value = None if source is None else source(name)
-    if value is None and add is None and ADAPTED not in module.__dict__:
+    if value is None and add is None and ADAPTATION_ATTRIBUTE not in module.__dict__:
         out: Tensor = type(module).forward(module, x)
     else:
         out = _product(module, value, add, cast, x)
@@ -349,30 +358,36 @@ def _tapped(
     return out
 
 
-Unread = slice  # replaces an unread product: the rows to compute for comparison. [Note: witness]
-UNREAD = Unread(0)  # none
+ComparedRows = (
+    slice  # replaces an unread product: the rows to compute for comparison. [Note: witness]
+)
+UNREAD_OUTPUT = ComparedRows(0)  # none
 
 
 def _product(
-    module: nn.Linear, value: Tensor | Unread | None, add: Add | None, cast: Cast | None, x: Tensor
+    module: nn.Linear,
+    value: Tensor | ComparedRows | None,
+    add: AddProduct | None,
+    cast: WeightCast | None,
+    x: Tensor,
 ) -> Tensor:
     """Return the Linear's output [..., out] for x [..., in], or `value` if that is a tensor.
 
     Args:
         module: the Linear, or a LoRA Linear.
         value: the saved output [..., out]. None: compute the output. A slice: compute these rows
-            only; all other rows are NaN. `UNREAD` is the empty slice.
+            only; all other rows are NaN. `UNREAD_OUTPUT` is the empty slice.
         add: callback for backward: gets two matrices [out, n] and [n, in] whose product is the
             weight's gradient, and adds this product to a sum; None: autograd returns the gradient.
         cast: function of a dtype that returns the weight in this dtype; None: cast here.
         x: [..., in].
     """
-    if (adaptation := module.__dict__.get(ADAPTED)) is not None:
+    if (adaptation := module.__dict__.get(ADAPTATION_ATTRIBUTE)) is not None:
         output: Tensor = adaptation.product(x, value, add, cast)
         return output
     weight, bias = weights_of(module)
-    dtype = cast_to(x)
-    if value is UNREAD and not torch.is_grad_enabled():
+    dtype = linear_autocast_dtype(x)
+    if value is UNREAD_OUTPUT and not torch.is_grad_enabled():
         # The dtype of the Linear's output, without casting the weight.
         return x.new_full((*x.shape[:-1], module.out_features), torch.nan, dtype=dtype or x.dtype)
     if dtype is not None:
@@ -382,7 +397,7 @@ def _product(
     return out
 
 
-def cast_to(x: Tensor) -> torch.dtype | None:
+def linear_autocast_dtype(x: Tensor) -> torch.dtype | None:
     """Return the dtype that autocast casts x [...] to; None if autocast is off or x is float64."""
     return None if x.dtype == torch.float64 else autocast_dtype(x.device.type)
 
@@ -397,7 +412,7 @@ class LinearWithKnownOutput(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        value: Tensor | Unread | None,
+        value: Tensor | ComparedRows | None,
         add: Any,
     ) -> Tensor:
         """Return the output [..., out].
@@ -408,7 +423,8 @@ class LinearWithKnownOutput(torch.autograd.Function):
                 would have no graph if x requires no gradient.
             bias: [out].
             value: the saved output [..., out], returned as a view. None: compute the output. A
-                slice: compute these rows only; all other rows are NaN. `UNREAD` is the empty slice.
+                slice: compute these rows only; all other rows are NaN. `UNREAD_OUTPUT` is the empty
+                    slice.
             add: callback for backward: gets two matrices [out, n] and [n, in] whose product is the
                 weight's gradient, and adds this product to a sum; None: autograd returns the
                 gradient.
@@ -418,10 +434,10 @@ class LinearWithKnownOutput(torch.autograd.Function):
         ctx.add = add
         if value is None:
             computed = torch.nn.functional.linear(x, weight, bias)
-            return unviewed(computed) if computed._is_view() else computed
-        if isinstance(value, Unread):
+            return strip_view(computed) if computed._is_view() else computed
+        if isinstance(value, ComparedRows):
             out = x.new_full((*x.shape[:-1], weight.shape[0]), torch.nan)
-            if value is not UNREAD:
+            if value is not UNREAD_OUTPUT:
                 out[..., value, :] = torch.nn.functional.linear(x[..., value, :], weight, bias)
             return out
         return value.view_as(value)

@@ -1,9 +1,9 @@
 """State that a recomputation must share with the forward: parameters, autocast, training mode, and
 disabled checkpointing.
 
-[Note: autocast] A program's autocast applies to its model's computation only. `Autocast.off`
+[Note: autocast] A program's autocast applies to its model's computation only. `Autocast.disable`
 therefore surrounds a layer's call, its tests and its backward pass, also if the program calls
-backward inside its own autocast. `Autocast.restored` surrounds only the layer's own forward
+backward inside its own autocast. `Autocast.restore` surrounds only the layer's own forward
 (`LayerCall.run`), in forward and in recomputations. Tensors that streambp joins, sums and compares
 keep their dtypes: a join of float16 raises under bfloat16's autocast. Gradients need no autocast:
 autograd returns each gradient in its value's dtype, and autocast would round the factors of a
@@ -31,8 +31,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 
 from streambp.errors import BackwardError, UnsupportedModelError
-from streambp.fingerprint.snapshots import VERSION, LayerSnapshot
-from streambp.known_names import CHECKPOINTING
+from streambp.fingerprint.snapshots import GET_VERSION, LayerSnapshot
+from streambp.known_names import CHECKPOINTING_ATTRIBUTES
 
 NULL_CONTEXT: contextlib.AbstractContextManager[None] = contextlib.nullcontext()  # reusable
 
@@ -61,11 +61,11 @@ class Autocast(NamedTuple):
                 on |= active
         return cls(tuple(states), torch.is_autocast_cache_enabled(), on)
 
-    def off(self) -> contextlib.AbstractContextManager[None]:
+    def disable(self) -> contextlib.AbstractContextManager[None]:
         """Context manager in which autocast is disabled."""
-        return self.restored(enabled=False)
+        return self.restore(enabled=False)
 
-    def restored(self, enabled: bool = True) -> contextlib.AbstractContextManager[None]:
+    def restore(self, enabled: bool = True) -> contextlib.AbstractContextManager[None]:
         """Context manager that restores autocast's captured state.
 
         Args:
@@ -73,11 +73,11 @@ class Autocast(NamedTuple):
         """
         for kind, active, _ in self.states:
             if active or torch.is_autocast_enabled(kind):
-                return self._switched(enabled)
+                return self._switch(enabled)
         return NULL_CONTEXT
 
     @contextlib.contextmanager
-    def _switched(self, enabled: bool) -> Iterator[None]:
+    def _switch(self, enabled: bool) -> Iterator[None]:
         cached = self.cache and torch.is_autocast_cache_enabled()  # a trial switches it off
         with contextlib.ExitStack() as stack:
             for kind, active, dtype in self.states:
@@ -106,7 +106,7 @@ def check_mode(layer: nn.Module, training: bool) -> None:
 
 
 @contextlib.contextmanager
-def computed_as_written(modules: list[nn.Module]) -> Iterator[None]:
+def disable_checkpointing(modules: list[nn.Module]) -> Iterator[None]:
     """Context manager that disables transformers' checkpointing and `parametrize.cached()` for a
     layer.
 
@@ -119,7 +119,7 @@ def computed_as_written(modules: list[nn.Module]) -> Iterator[None]:
         modules: the layer's modules that have a `gradient_checkpointing` flag.
     """
     flagged, cached = (
-        [module for module in modules if module.__dict__.get(CHECKPOINTING[0])],
+        [module for module in modules if module.__dict__.get(CHECKPOINTING_ATTRIBUTES[0])],
         parametrize._cache_enabled,
     )
     try:
@@ -207,7 +207,7 @@ class Parameters:
         self.groups = list(groups.values())
         self._module = module
 
-    def renewed(self, snapshot: LayerSnapshot, trained: bytes) -> Parameters:
+    def renew(self, snapshot: LayerSnapshot, trained: bytes) -> Parameters:
         """Return a copy for a new forward of the layer, with the current ids and version counters
         of the parameters. `check_unchanged` reads the ids and counters in backward.
 
@@ -218,7 +218,7 @@ class Parameters:
         renewed = copy.copy(self)
         parameters = renewed.current()
         renewed._identities = list(map(id, parameters))
-        renewed._versions = list(map(VERSION, parameters))
+        renewed._versions = list(map(GET_VERSION, parameters))
         renewed.snapshot = snapshot
         renewed.trained = trained
         return renewed
@@ -241,7 +241,7 @@ class Parameters:
         parameters = self.current()
         if (
             list(map(id, parameters)) != self._identities
-            or list(map(VERSION, parameters)) != self._versions
+            or list(map(GET_VERSION, parameters)) != self._versions
         ):
             known_as = zip(self.names, parameters, self._identities, self._versions, strict=True)
             for name, parameter, identity, version in known_as:
@@ -272,7 +272,7 @@ class Parameters:
                     "set_adapter or requires_grad_."
                 )
 
-    def shadowed(
+    def shadow(
         self, change: Callable[[Tensor], Tensor] = Tensor.detach
     ) -> contextlib.AbstractContextManager[list[Tensor]]:
         """Context manager that replaces the parameters in their modules by shadows [...], detached

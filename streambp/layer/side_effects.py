@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-KEEPS = (
+REASON_KEPT_GRAPH = (
     "its forward, or a hook inside it, leaves tensors behind with their graph (for an auxiliary "
     "loss?), through which chunks would give no gradient"
 )
@@ -35,7 +35,7 @@ def buffers_of(layer: nn.Module) -> Buffers:
 
 
 @contextlib.contextmanager
-def in_place_of_buffers(buffers: Buffers) -> Iterator[None]:
+def replace_buffers(buffers: Buffers) -> Iterator[None]:
     """Context manager for a test run or a recomputation: replaces these buffers in their modules by
     detached copies, and puts the original tensors back at the end. The originals are never written
     to, because autograd graphs may have saved them."""
@@ -55,7 +55,7 @@ def in_place_of_buffers(buffers: Buffers) -> Iterator[None]:
                 module._buffers.pop(name, None)
 
 
-def written_since(copies: Buffers) -> Buffers:
+def find_written_buffers(copies: Buffers) -> Buffers:
     """Return those of the buffers `copies` whose values have changed, with their old values [...].
     A layer that writes to its buffers runs unchunked.
 

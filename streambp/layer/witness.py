@@ -40,22 +40,23 @@ from streambp.device import MEMORY_ERRORS, is_out_of_memory, without_autocast
 from streambp.errors import BackwardError
 from streambp.known_names import COMPUTE_DTYPE
 
-ROWS = 8  # compared rows of an output that contains a skipped product
-REMEMBERED = 32  # row counts with cached weights
-FEATURES = 1024  # a combination of rows is folded to about this size
+MAX_COMPARED_ROWS = 8  # compared rows of an output that contains a skipped product
+MAX_CACHED_WEIGHTS = 32  # row counts with cached weights
+MAX_FOLDED_FEATURES = 1024  # a combination of rows is folded to about this size
 # Half precision is allowed four eps. The other dtypes are allowed the difference of sums of
 # thousands of terms in another order. A model in float64 computes some of its parts in float32.
-TOLERANCE = {torch.float64: 1e-8, torch.float32: 256 * torch.finfo(torch.float32).eps}
-EPS_OF_HALVES = 4
-CHOSEN_OTHERWISE = 0.35  # relative to the norm: one row in sixteen, counted twice
-CHOOSING = frozenset(("topk", "argsort", "sort", "argmax", "multinomial"))
+RELATIVE_TOLERANCES = {torch.float64: 1e-8, torch.float32: 256 * torch.finfo(torch.float32).eps}
+HALF_TOLERANCE_EPS = 4
+CHANGED_CHOICES_TOLERANCE = 0.35  # relative to the norm: one row in sixteen, counted twice
+CHOICE_FUNCTIONS = frozenset(("topk", "argsort", "sort", "argmax", "multinomial"))
 
 
 def rows_of(length: int) -> slice:
-    """Return a slice of at most `ROWS` (8) of `length` rows, evenly spaced, with the last row.
-    Backward compares only these rows with forward if an output is not fully recomputed."""
-    step = max(1, length // ROWS)
-    return slice(length - 1 - (min(ROWS, length) - 1) * step, None, step)
+    """Return a slice of at most `MAX_COMPARED_ROWS` (8) of `length` rows, evenly spaced, with the
+    last row. Backward compares only these rows with forward if an output is not fully
+    recomputed."""
+    step = max(1, length // MAX_COMPARED_ROWS)
+    return slice(length - 1 - (min(MAX_COMPARED_ROWS, length) - 1) * step, None, step)
 
 
 def dtypes_of(layer: nn.Module) -> frozenset[torch.dtype]:
@@ -76,7 +77,7 @@ def dtypes_of(layer: nn.Module) -> frozenset[torch.dtype]:
     )
 
 
-def chooses(layer: nn.Module) -> bool:
+def makes_choices(layer: nn.Module) -> bool:
     """True if the code of a module inside the layer calls topk, sort or argmax, as routers of
     experts and indexers of keys do. A comparison then lets a fraction of the rows differ."""
     classes = {
@@ -87,16 +88,18 @@ def chooses(layer: nn.Module) -> bool:
     }
     members = (member for base in classes for member in vars(base).values())
     codes = (getattr(member, "__code__", None) for member in members)
-    return any(code is not None and not CHOOSING.isdisjoint(code.co_names) for code in codes)
+    return any(
+        code is not None and not CHOICE_FUNCTIONS.isdisjoint(code.co_names) for code in codes
+    )
 
 
-def answered_at_once(in_forward: Tensor, in_backward: Tensor) -> bool:
+def equal_on_cpu(in_forward: Tensor, in_backward: Tensor) -> bool:
     """True if two tensors [...] are on a CPU and have equal bits. The comparison is then finished
     without a device synchronization."""
     return in_backward.is_cpu and torch.equal(in_forward, in_backward)
 
 
-class Compared(NamedTuple):
+class ValuePair(NamedTuple):
     """A pair of values to compare, from a layer's forward and from its recomputation in backward.
 
     Attributes:
@@ -127,7 +130,7 @@ class Witness:
 
     Attributes:
         witnesses: collects the comparisons of all layers of the model.
-        compared: function without arguments. Returns a function that makes a `Compared` from the
+        compared: function without arguments. Returns a function that makes a `ValuePair` from the
             arguments forward_value, backward_value and unchanged. Called only if a comparison is
             needed, because it inspects the layer.
         left_out: names of the Linears whose outputs backward skips.
@@ -135,7 +138,7 @@ class Witness:
     """
 
     witnesses: Witnesses
-    compared: Callable[[], Callable[[Tensor, Tensor, Tensor | None], Compared]]
+    compared: Callable[[], Callable[[Tensor, Tensor, Tensor | None], ValuePair]]
     left_out: frozenset[str] = frozenset()
     last: bool = False
     _noted: dict[Any, list[tuple[str, Tensor]]] = dataclasses.field(default_factory=dict)
@@ -144,7 +147,7 @@ class Witness:
         None  # the last x, its version, and its combination
     )
     _in_backward: bool = False
-    _pairs: list[Compared] = dataclasses.field(default_factory=list)
+    _pairs: list[ValuePair] = dataclasses.field(default_factory=list)
 
     def begin(self, key: Hashable, last: bool, in_backward: bool) -> None:
         """Start a chunk, or one half of a chunk: in forward, record its values; in backward,
@@ -175,19 +178,19 @@ class Witness:
         """
         if not self._in_backward:
             self._records.append(
-                (name, self._combined(x) if rows is None else x.detach()[..., rows, :].clone())
+                (name, self._combine_rows(x) if rows is None else x.detach()[..., rows, :].clone())
             )
             return
         for index, (recorded_name, recorded) in enumerate(self._records):
             if recorded_name == name:
                 del self._records[index]
-                value = self._combined(x) if rows is None else x.detach()[..., rows, :]
-                if recorded.shape != value.shape or answered_at_once(recorded, value):
+                value = self._combine_rows(x) if rows is None else x.detach()[..., rows, :]
+                if recorded.shape != value.shape or equal_on_cpu(recorded, value):
                     return
                 base = unchanged
                 if base is not None:
                     if rows is None:
-                        base = self.witnesses.combined(base.detach())
+                        base = self.witnesses.combine_rows(base.detach())
                     else:
                         base = base.detach()[..., rows, :].clone()
                 self._pairs.append(
@@ -195,14 +198,14 @@ class Witness:
                 )
                 return
 
-    def _combined(self, x: Tensor) -> Tensor:
-        """Return `Witnesses.combined` of x [..., C, n], cached because consecutive Linears often
-        have the same x."""
+    def _combine_rows(self, x: Tensor) -> Tensor:
+        """Return `Witnesses.combine_rows` of x [..., C, n], cached because consecutive Linears
+        often have the same x."""
         if x.is_inference():
-            return self.witnesses.combined(x)
+            return self.witnesses.combine_rows(x)
         cached = self._combined_input
         if cached is None or cached[0]() is not x or cached[1] != x._version:
-            combined = self.witnesses.combined(x.detach() if x.requires_grad else x)
+            combined = self.witnesses.combine_rows(x.detach() if x.requires_grad else x)
             self._combined_input = weakref.ref(x), x._version, combined
             return combined
         return cached[2]
@@ -219,11 +222,11 @@ class Witness:
         self.see("output", output, x, rows_of(output.shape[-2]) if self.left_out else None)
 
     def end(self) -> None:
-        """Pass the pairs of values to `Witnesses.ask`, which compares them. Called at the end of
+        """Pass the pairs of values to `Witnesses.submit`, which compares them. Called at the end of
         the layer's backward."""
         pairs, self._pairs, self._noted = self._pairs, [], {}
         if pairs:
-            self.witnesses.ask(pairs)
+            self.witnesses.submit(pairs)
 
 
 @dataclasses.dataclass(eq=False)
@@ -237,7 +240,7 @@ class Witnesses:
     _longest: dict[tuple[torch.dtype, torch.device], Tensor] = dataclasses.field(
         default_factory=dict
     )
-    _questions: weakref.WeakValueDictionary[int, Question] = dataclasses.field(
+    _questions: weakref.WeakValueDictionary[int, ComparisonBatch] = dataclasses.field(
         default_factory=weakref.WeakValueDictionary
     )
     # autograd has a thread for each device
@@ -248,7 +251,7 @@ class Witnesses:
         backward of the copy is running."""
         return Witnesses, ()
 
-    def combined(self, x: Tensor) -> Tensor:
+    def combine_rows(self, x: Tensor) -> Tensor:
         """Return one weighted sum of the rows of x [..., n], without a graph. The result is [n]; if
         n is large, groups of its entries are added up to fewer numbers.
 
@@ -271,7 +274,7 @@ class Witnesses:
                 self._longest[key] = (size * torch.where(mixed >> 31 == 1, 1 / 64, -1 / 64)).to(
                     device, x.dtype
                 )
-            if len(self._weights) == REMEMBERED:
+            if len(self._weights) == MAX_CACHED_WEIGHTS:
                 self._weights.clear()
             weights = self._weights[rows, x.dtype, device] = self._longest[key][:rows]
         is_contiguous = type(x) is Tensor and x.is_contiguous()
@@ -286,10 +289,12 @@ class Witnesses:
         else:
             with without_autocast(device.type):
                 total = torch.mv(columns, weights)
-        folded = math.gcd(features, FEATURES) if features > FEATURES else features
+        folded = (
+            math.gcd(features, MAX_FOLDED_FEATURES) if features > MAX_FOLDED_FEATURES else features
+        )
         return total if folded in (features, 1) else total.view(-1, folded).sum(0)
 
-    def ask(self, pairs: list[Compared]) -> None:
+    def submit(self, pairs: list[ValuePair]) -> None:
         """Compare pairs of values from forward and recomputation: when the model's running backward
         ends, or at once if no backward is running. Raise BackwardError if a pair differs by more
         than its tolerance.
@@ -299,23 +304,23 @@ class Witnesses:
         """
         task = torch._C._current_graph_task_id()
         if task == -1:
-            Question(pairs).answer()
+            ComparisonBatch(pairs).evaluate()
             return
         with self._lock:
             question = self._questions.get(task)
             if question is None:
-                question = self._questions[task] = Question([])
-                Variable._execution_engine.queue_callback(question.answer)  # type: ignore[attr-defined]
+                question = self._questions[task] = ComparisonBatch([])
+                Variable._execution_engine.queue_callback(question.evaluate)  # type: ignore[attr-defined]
             question.pairs += pairs
 
 
 @dataclasses.dataclass(eq=False)
-class Question:
+class ComparisonBatch:
     """The pairs of values to compare at the end of one backward of the model."""
 
-    pairs: list[Compared]
+    pairs: list[ValuePair]
 
-    def answer(self) -> None:
+    def evaluate(self) -> None:
         """Compare the pairs of values from forward and backward, with one read from each device.
 
         Raises:
@@ -323,7 +328,7 @@ class Question:
         """
         pairs, self.pairs = self.pairs, []
         try:
-            changed_pairs = _changed(pairs)
+            changed_pairs = _find_changed(pairs)
         except MEMORY_ERRORS as error:
             if not is_out_of_memory(error):
                 raise
@@ -335,7 +340,7 @@ class Question:
                 pairs[index] = pairs[index]._replace(
                     forward_value=in_forward.cpu(), backward_value=in_backward.cpu(), unchanged=base
                 )
-            changed_pairs = _changed(pairs)
+            changed_pairs = _find_changed(pairs)
         if changed_pairs:
             first = min(changed_pairs, key=lambda pair: pair.number)
             keeps = (
@@ -353,9 +358,9 @@ class Question:
             )
 
 
-def _changed(pairs: list[Compared]) -> list[Compared]:
+def _find_changed(pairs: list[ValuePair]) -> list[ValuePair]:
     """Return the pairs whose values differ by more than their tolerance."""
-    groups: dict[tuple[Any, ...], list[Compared]] = {}
+    groups: dict[tuple[Any, ...], list[ValuePair]] = {}
     for pair in pairs:
         key = (
             pair.backward_value.device,
@@ -379,7 +384,7 @@ def _changed(pairs: list[Compared]) -> list[Compared]:
     return [pair for pair, differs in zip(ordered, different, strict=True) if differs]
 
 
-def _differ(group: list[Compared], dtype: torch.dtype, tolerance: float) -> Tensor:
+def _differ(group: list[ValuePair], dtype: torch.dtype, tolerance: float) -> Tensor:
     """Return a bool tensor [len(group)]: True if a pair of values, from forward and backward,
     differs by more than the tolerance. Pairs with NaN, which skipped Linears return, do not count
     as different.

@@ -21,7 +21,7 @@ from streambp.device import has_data
 from streambp.head.blocks import (
     LOGITS_PER_BLOCK,
     TOKENS_PER_BLOCK,
-    Products,
+    HeadProducts,
     Projection,
     TokenGradients,
     fold,
@@ -30,10 +30,10 @@ from streambp.head.blocks import (
     token_blocks,
 )
 from streambp.head.log_probs import HeadGradients, HeadInputs
-from streambp.lazy.expression import Node, Operand, Reading, evaluate, leaves, readings
+from streambp.lazy.expression import LogitsReading, Node, TensorOperand, evaluate, leaves, readings
 
 
-def rows_at_once(vocabulary: int) -> int:
+def rows_per_block(vocabulary: int) -> int:
     """Return the number of tokens whose logits [n, V] are built at a time, if torch's own
     operations compute a result from the logits. Larger vocabularies get fewer tokens, so that a
     block's memory stays the same."""
@@ -70,7 +70,7 @@ class StatisticsTerm:
     def add(self, gradient: StatisticsGradient) -> None:
         """Add the gradients of one result of the logits, for example of each token's
         log-probability, to this term's sums `pick`, `lse` and `mean`. Backward calls this method
-        once for each result, before `sweep`.
+        once for each result, before `compute_gradients`.
 
         A position's label is stored in `labels` and its gradient in `pick`, one label for each
         position. Gradients of a position that occurs twice in the result, or has a label from an
@@ -92,7 +92,7 @@ class StatisticsTerm:
                 total.index_add_(0, positions, part.to(total.dtype))
         self.has_mean |= gradient.mean is not None
 
-    def touched(self, count: int) -> Tensor:
+    def touched_positions(self, count: int) -> Tensor:
         """Return a bool tensor [M]: True for positions whose logits have a gradient other than
         zero. Backward recomputes the logits of these positions alone. `count` is M, the number of
         positions."""
@@ -174,7 +174,7 @@ class StatisticsGradient:
     lse: Tensor | None = None
     mean: Tensor | None = None
 
-    def times(self, factor: Tensor) -> StatisticsGradient:
+    def scale_gradients(self, factor: Tensor) -> StatisticsGradient:
         """Return a copy with all gradients [N], one for each of the N tokens, multiplied by
         `factor` [1]. The factor is an engine's loss scale, which a hook on the logits applies in
         backward before the gradients of hidden states are computed."""
@@ -200,13 +200,13 @@ class NodeTerm:
     """
 
     node: Node
-    reading: Reading
+    reading: LogitsReading
     gradients: Sequence[Tensor | None]
     entries: list[Tensor] = dataclasses.field(default_factory=list)
     row_of: Tensor | None = None
     blocks: int = 0
 
-    def times(self, factor: Tensor) -> NodeTerm:
+    def scale_gradients(self, factor: Tensor) -> NodeTerm:
         """Return a copy with the gradients [N, ...] of the function's results, for N tokens,
         multiplied by `factor` [1] and rounded to each gradient's dtype. The factor is an engine's
         loss scale, which a hook on the logits applies in backward before the gradients of hidden
@@ -214,7 +214,7 @@ class NodeTerm:
         scaled = [None if g is None else g * factor.to(g.dtype) for g in self.gradients]
         return NodeTerm(self.node, self.reading, scaled)
 
-    def touched(self, count: int) -> Tensor:
+    def touched_positions(self, count: int) -> Tensor:
         """Return a bool tensor [M]: True for positions whose logits the function reads, even if
         their gradients are zero. Backward recomputes the logits of these positions alone. `count`
         is M, the number of positions."""
@@ -285,7 +285,10 @@ Term = StatisticsTerm | NodeTerm  # a use of the logits that adds to their gradi
 
 
 def values_at(
-    node: Node, entries: Tensor | slice, read: Sequence[Reading], products: Mapping[Any, Products]
+    node: Node,
+    entries: Tensor | slice,
+    read: Sequence[LogitsReading],
+    products: Mapping[Any, HeadProducts],
 ) -> dict[Node, Any]:
     """Return the values of a recorded function's inputs for some of its N tokens, without a graph.
 
@@ -302,20 +305,20 @@ def values_at(
     Raises:
         StreamBPError: one of the program's tensors was changed in place since its use.
     """
-    operands = [leaf for leaf in leaves(node) if isinstance(leaf, Operand)]
+    operands = [leaf for leaf in leaves(node) if isinstance(leaf, TensorOperand)]
     for leaf in operands:
         leaf.check()
     values: dict[Node, Any] = {leaf: leaf.tensor[entries] for leaf in operands}
     with torch.no_grad():
         for reading in read:
-            normed = reading.head.inputs.normed(reading.head.hidden[reading.positions[entries]])
+            normed = reading.head.inputs.apply_norm(reading.head.hidden[reading.positions[entries]])
             values[reading] = reading.projection.logits(
-                products[reading.head].of(normed, slice(0, reading.head.vocabulary))
+                products[reading.head].multiply(normed, slice(0, reading.head.vocabulary))
             )
     return values
 
 
-def sweep(
+def compute_gradients(
     inputs: HeadInputs,
     terms: Sequence[Term],
     hidden: Tensor,
@@ -343,7 +346,7 @@ def sweep(
     if has_data(hidden):
         touched = torch.zeros(hidden.shape[0], dtype=torch.bool, device=hidden.device)  # [M]
         for term in terms:
-            touched |= term.touched(hidden.shape[0])
+            touched |= term.touched_positions(hidden.shape[0])
         if not bool(touched.all()):
             rows = touched.nonzero().squeeze(-1)
     positions = rows  # [count]
@@ -357,17 +360,17 @@ def sweep(
 
     # The kernels support a single term: statistics with at most one label for each position.
     statistics_term: StatisticsTerm | None = None
-    tokens = rows_at_once(weight.shape[0])
+    tokens = rows_per_block(weight.shape[0])
     if len(terms) == 1 and isinstance(terms[0], StatisticsTerm) and not terms[0].further:
         statistics_term = terms[0]
         tokens, _ = inputs.block_size(hidden, weight.shape[0], full_vocabulary=True)
     blocks = list(token_blocks(count, tokens))
     for term in terms:
         term.assign_rows(row_of, [0, *(block.stop for block in blocks)])
-    with inputs.autocast.off(), inputs.norm_parameters.shadowed() as shadows:
+    with inputs.autocast.disable(), inputs.norm_parameters.shadow() as shadows:
         for block in blocks:
             leaf, normed = work.recompute(rows, block)
-            product = products.of(normed.detach(), full_vocabulary)  # [n, V]
+            product = products.multiply(normed.detach(), full_vocabulary)  # [n, V]
             if statistics_term is not None:
                 grad = product_gradient(
                     product,

@@ -35,13 +35,13 @@ from torch._C import TensorBase
 from torch.utils._pytree import tree_leaves
 
 from streambp.errors import StreamBPError
-from streambp.foreign import asked_of, method, rule_name, torch_own
+from streambp.foreign import rule_name, tensor_method, torch_function_of, torch_own
 from streambp.known_names import SCALING_HOOK, TENSOR_HOOKS
-from streambp.tensors import changed_arguments, tensors_in
+from streambp.tensors import change_arguments, tensors_in
 
 
 @dataclasses.dataclass(eq=False)
-class SharedMemory:
+class SharedWriteCount:
     """Count of in-place writes to the memory that a lazy tensor, its slices and its views would
     share if lazy tensors had storage.
 
@@ -68,7 +68,7 @@ class GradientSink(torch.autograd.Function):
     autograd.Function or a kernel takes the lazy tensor as input, its gradient arrives here, in the
     shape of the complete tensor.
 
-    See `lazy/deferred.py` and `lazy/tensor.py`.
+    See `lazy/lazy_hidden.py` and `lazy/tensor.py`.
     """
 
     @staticmethod
@@ -92,9 +92,9 @@ class GradientSink(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Pass a gradient of the lazy tensor's shape [...] to its class (`LazyTensor.arrived`),
-        which may return gradients of the inputs [...]."""
-        gradients = ctx.kind.arrived(ctx, gradient)
+        """Pass a gradient of the lazy tensor's shape [...] to its class
+        (`LazyTensor.receive_gradient`), which may return gradients of the inputs [...]."""
+        gradients = ctx.kind.receive_gradient(ctx, gradient)
         return None, None, *(gradients or (None,) * (len(ctx.needs_input_grad) - 2))
 
 
@@ -140,7 +140,7 @@ class LazyTensor(Tensor):
     rules: ClassVar[Mapping[str, Callable[..., Any]]]
     has_rule: ClassVar[tuple[str, ...]] = ()  # arguments of torch's losses
 
-    memory: SharedMemory
+    memory: SharedWriteCount
     materialized_tensor: Tensor | None
     is_view: bool
     has_dependents: bool
@@ -187,7 +187,7 @@ class LazyTensor(Tensor):
         raise NotImplementedError
 
     @classmethod
-    def arrived(cls, ctx: Any, gradient: Tensor | None) -> Any:
+    def receive_gradient(cls, ctx: Any, gradient: Tensor | None) -> Any:
         """Handle a gradient [*tokens, W] of the complete tensor that arrived at the lazy tensor's
         autograd node.
 
@@ -223,7 +223,7 @@ class LazyTensor(Tensor):
         return self
 
     @classmethod
-    def by_rule(cls, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    def apply_rule(cls, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """Run an operation by its rule, without the complete tensor.
 
         Returns NotImplemented if the operation has no rule, or if another argument than the first
@@ -253,7 +253,7 @@ class LazyTensor(Tensor):
     @torch.compiler.disable
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        func = asked_of(func)
+        func = torch_function_of(func)
         if func in cls.metadata:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -271,7 +271,7 @@ class LazyTensor(Tensor):
             stand_ins.append(x.latest(name))
             return stand_ins[-1]
 
-        args, kwargs = changed_arguments(args, kwargs, cls, latest)
+        args, kwargs = change_arguments(args, kwargs, cls, latest)
         for x in stand_ins:
             x.check(name)
         # A hook on a stand-in that was used already would get no gradient.
@@ -280,7 +280,7 @@ class LazyTensor(Tensor):
         if name == "grad" and getattr(func, "__module__", None) == torch.autograd.__name__:
             grad_inputs = tree_leaves(kwargs.get("inputs", second))
             differentiated = [x for x in stand_ins if any(leaf is x for leaf in grad_inputs)]
-        elif name not in TENSOR_HOOKS or scales(kwargs.get("hook", second)):
+        elif name not in TENSOR_HOOKS or is_scaling_hook(kwargs.get("hook", second)):
             differentiated = []
         if any(x.has_dependents and x.materialized_tensor is None for x in differentiated):
             raise StreamBPError(
@@ -290,19 +290,19 @@ class LazyTensor(Tensor):
             )
         in_place = name.endswith("_") and not name.endswith("__")
         if isinstance(first_argument, cls) and (
-            in_place or name in IN_PLACE or kwargs.get("inplace") is True
+            in_place or name in IN_PLACE_OPERATIONS or kwargs.get("inplace") is True
         ):
             return first_argument.write(func, name, args, kwargs)
         result = NotImplemented
         if kwargs.get("out") is None and all(x.follows_rules() for x in stand_ins):
-            result = cls.by_rule(func, name, args, kwargs)
+            result = cls.apply_rule(func, name, args, kwargs)
         if result is NotImplemented:
-            result = cls.on_real(func, name, args, kwargs)
+            result = cls.run_on_complete(func, name, args, kwargs)
         note_use(stand_ins, result)
         return result
 
     @classmethod
-    def on_real(cls, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    def run_on_complete(cls, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """Run an operation that has no rule, with complete tensors in place of lazy arguments.
 
         Args:
@@ -313,8 +313,8 @@ class LazyTensor(Tensor):
         """
         built: dict[int, tuple[LazyTensor, Tensor]] = {}
         # `describe` names a loss of torch together with the arguments that prevented its rule.
-        arguments = dict(zip(LOSSES.get(name, ()), args, strict=False)) | (
-            kwargs if name in LOSSES else {}
+        arguments = dict(zip(LOSS_PARAMETERS.get(name, ()), args, strict=False)) | (
+            kwargs if name in LOSS_PARAMETERS else {}
         )
         reasons = []
         if isinstance(arguments.get("target"), Tensor) and arguments["target"].is_floating_point():
@@ -329,7 +329,7 @@ class LazyTensor(Tensor):
             if id(x) not in built:
                 x.note(call_text)
                 built[id(x)] = x, x.build()
-        args, kwargs = changed_arguments(args, kwargs, cls, lambda x: built[id(x)][1])
+        args, kwargs = change_arguments(args, kwargs, cls, lambda x: built[id(x)][1])
         result = func(*args, **kwargs)
         tensors = tensors_in(result, Tensor)
         for x, real in built.values():
@@ -345,7 +345,7 @@ class LazyTensor(Tensor):
 
 
 # Positional parameters of torch's losses.
-LOSSES = {
+LOSS_PARAMETERS = {
     "cross_entropy": (
         "input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing",
     ),
@@ -353,9 +353,10 @@ LOSSES = {
 }  # fmt: skip
 
 
-METADATA = frozenset(
+METADATA_OPERATIONS = frozenset(
     {
-        *(method(name) for name in ("size", "dim", "numel", "element_size", "is_floating_point", "stride", "__len__",
+        *(tensor_method(name) for name in ("size", "dim", "numel", "element_size",
+                "is_floating_point", "stride", "__len__",
                                     "nelement", "ndimension", "get_device", "is_complex", "is_inference", "is_contiguous")),
         torch_own.numel, torch_own.is_floating_point, torch_own.is_complex,
         *(getattr(TensorBase, name).__get__ for name in ("shape", "dtype", "device", "ndim", "requires_grad", "is_cuda",
@@ -365,7 +366,7 @@ METADATA = frozenset(
 )  # fmt: skip
 
 
-IN_PLACE = frozenset(
+IN_PLACE_OPERATIONS = frozenset(
     {
         "__setitem__",
         *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "pow", "mod")),
@@ -386,7 +387,7 @@ def note_use(stand_ins: Sequence[Any], result: Any) -> None:
         )
 
 
-def scales(hook: Any) -> bool:
+def is_scaling_hook(hook: Any) -> bool:
     """True if a tensor hook is DeepSpeed's hook that scales gradients and signals the start of
     backward. Such a hook may be registered after results were computed; any other hook raises then.
     """

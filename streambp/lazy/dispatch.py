@@ -17,10 +17,10 @@ import torch
 
 from streambp.foreign import torch_own
 from streambp.head.recipe import HeadRequest
-from streambp.lazy.deferred import LazyHidden
 from streambp.lazy.head import LazyHead
-from streambp.lazy.loss_rules import kl_div, of_labels
-from streambp.lazy.row_rules import DIM, along_rows, elementwise, scale
+from streambp.lazy.lazy_hidden import LazyHidden
+from streambp.lazy.loss_rules import kl_div, label_loss
+from streambp.lazy.row_rules import DIM_ARGUMENT, apply_along_rows, record_elementwise, scale
 from streambp.lazy.tensor import LazyLogits
 from streambp.lazy.token_rules import TOKEN_RULES, to
 
@@ -42,7 +42,7 @@ def lazy_logits(deferred: LazyHidden, request: HeadRequest) -> LazyLogits:
     return logits
 
 
-ELEMENTWISE = (
+ELEMENTWISE_OPERATIONS = (
     "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "neg", "negative", "abs", "absolute", "sigmoid", "logsigmoid",
     "tanh", "square", "sqrt", "rsqrt", "reciprocal", "relu", "softplus", "clamp", "clamp_min", "clamp_max", "clip", "pow",
     "xlogy", "nan_to_num", "masked_fill", "where", "add", "sub", "subtract", "rsub", "float_power", "isnan", "isinf",
@@ -51,7 +51,7 @@ ELEMENTWISE = (
     "__neg__", "__abs__", "__add__", "__radd__", "__sub__", "__rsub__", "__rtruediv__", "__rdiv__", "__pow__", "__rpow__",
     "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__invert__", "__and__", "__or__",
 )  # fmt: skip
-SCALING = (
+SCALING_OPERATIONS = (
     "mul",
     "multiply",
     "div",
@@ -65,11 +65,11 @@ SCALING = (
 
 # Names of torch's functions and of equal methods. See `foreign.py`.
 ROW_RULES: dict[str, Callable[..., Any]] = {
-    **dict.fromkeys(ELEMENTWISE, elementwise),
-    **dict.fromkeys(SCALING, scale),
-    **dict.fromkeys(DIM, along_rows),
-    "cross_entropy": lambda name, func, args, kwargs: of_labels(name, func, *args, **kwargs),
-    "nll_loss": lambda name, func, args, kwargs: of_labels(name, func, *args, **kwargs),
+    **dict.fromkeys(ELEMENTWISE_OPERATIONS, record_elementwise),
+    **dict.fromkeys(SCALING_OPERATIONS, scale),
+    **dict.fromkeys(DIM_ARGUMENT, apply_along_rows),
+    "cross_entropy": lambda name, func, args, kwargs: label_loss(name, func, *args, **kwargs),
+    "nll_loss": lambda name, func, args, kwargs: label_loss(name, func, *args, **kwargs),
     # `torch.kl_div` takes reductions as integers.
     "kl_div": lambda _, func, args, kwargs: (
         NotImplemented if func is torch_own.kl_div else kl_div(func, *args, **kwargs)
@@ -78,7 +78,7 @@ ROW_RULES: dict[str, Callable[..., Any]] = {
 LazyLogits.row_rules = ROW_RULES
 LazyLogits.rules = TOKEN_RULES | {
     "clone": lambda x, *args, **kwargs: x.copy_with(),
-    "detach": lambda x: x.copy_with(graded=False).sharing(x),  # both share memory
+    "detach": lambda x: x.copy_with(graded=False).share_memory_with(x),  # both share memory
     "double": lambda x: to(x, torch.float64),
     "type_as": to,
     "register_hook": LazyLogits.hook,

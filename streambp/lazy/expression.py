@@ -21,7 +21,7 @@ from streambp.head.blocks import Projection
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Reading:
+class LogitsReading:
     """Input of recorded functions: the logits of one forward at some of its positions.
 
     Attributes:
@@ -46,7 +46,7 @@ class Reading:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Operand:
+class TensorOperand:
     """Input of recorded functions: a tensor [*tokens, k] of the program, such as labels or
     advantages.
 
@@ -58,7 +58,7 @@ class Operand:
     version: int
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Operand:
+    def from_tensor(cls, tensor: Tensor) -> TensorOperand:
         """Return the input of a recorded function that refers to a tensor [*tokens, k]. The
         tensor's version counter is recorded to detect later in-place changes."""
         return cls(tensor, 0 if tensor.is_inference() else tensor._version)
@@ -74,9 +74,9 @@ class Operand:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Call:
+class RecordedCall:
     """Recorded call function(*args, **kwargs). The arguments may contain other recorded calls, and
-    inputs (`Reading`, `Operand`).
+    inputs (`LogitsReading`, `TensorOperand`).
 
     Attributes:
         graded: True if a gradient flows through the call.
@@ -90,20 +90,20 @@ class Call:
     name: str
 
 
-Node = Reading | Operand | Call  # a function of rows
+Node = LogitsReading | TensorOperand | RecordedCall  # a function of rows
 Values = dict[Node, Any]  # values for n tokens
 
 
 def children(node: Node) -> list[Node]:
     """Return the recorded calls and inputs among a recorded call's arguments, including nested
     lists and dicts, for walks over a recorded function. The list is empty for an input."""
-    arguments = tree_leaves((node.args, node.kwargs)) if isinstance(node, Call) else []
+    arguments = tree_leaves((node.args, node.kwargs)) if isinstance(node, RecordedCall) else []
     return [leaf for leaf in arguments if isinstance(leaf, Node)]
 
 
 def leaves(node: Node) -> list[Node]:
-    """Return the distinct inputs of a recorded function: logits (`Reading`) and other tensors
-    (`Operand`)."""
+    """Return the distinct inputs of a recorded function: logits (`LogitsReading`) and other tensors
+    (`TensorOperand`)."""
     inputs: dict[Node, None] = {}
     visited: set[Node] = set()
     open_ends = [node]
@@ -112,23 +112,23 @@ def leaves(node: Node) -> list[Node]:
         if node in visited:
             continue
         visited.add(node)
-        if isinstance(node, Call):
+        if isinstance(node, RecordedCall):
             open_ends += children(node)
         else:
             inputs[node] = None
     return list(inputs)
 
 
-def readings(node: Node) -> list[Reading]:
-    """Return the distinct logits (`Reading`) among the inputs of a recorded function."""
-    return [leaf for leaf in leaves(node) if isinstance(leaf, Reading)]
+def readings(node: Node) -> list[LogitsReading]:
+    """Return the distinct logits (`LogitsReading`) among the inputs of a recorded function."""
+    return [leaf for leaf in leaves(node) if isinstance(leaf, LogitsReading)]
 
 
-def names(node: Node) -> Iterator[str]:
+def operation_names(node: Node) -> Iterator[str]:
     """Yield the names of the operations of a recorded function, first to last, for `describe`."""
     for child in children(node):
-        yield from names(child)
-    if isinstance(node, Call):
+        yield from operation_names(child)
+    if isinstance(node, RecordedCall):
         yield node.name
 
 
@@ -144,7 +144,7 @@ def inputs_of(node: Node) -> list[Tensor]:
     return list({id(tensor): tensor for tensor in handles}.values())
 
 
-def rebuilt(
+def rebuild(
     node: Node, change: Callable[[Node], Node], changed_nodes: dict[Node, Node] | None = None
 ) -> Node:
     """Return the recorded function with each of its inputs replaced by `change(input)`, for example
@@ -152,14 +152,14 @@ def rebuilt(
 
     Args:
         node: the recorded function.
-        change: function from an input (`Reading` or `Operand`) to its replacement.
+        change: function from an input (`LogitsReading` or `TensorOperand`) to its replacement.
         changed_nodes: changed nodes so far, by original node, so that a node used twice is changed
             once.
     """
     changed_nodes = {} if changed_nodes is None else changed_nodes
-    if node not in changed_nodes and isinstance(node, Call):
+    if node not in changed_nodes and isinstance(node, RecordedCall):
         args, kwargs = tree_map_only(
-            Node, lambda child: rebuilt(child, change, changed_nodes), (node.args, node.kwargs)
+            Node, lambda child: rebuild(child, change, changed_nodes), (node.args, node.kwargs)
         )
         changed_nodes[node] = dataclasses.replace(node, args=args, kwargs=kwargs)
     elif node not in changed_nodes:
@@ -167,7 +167,7 @@ def rebuilt(
     return changed_nodes[node]
 
 
-def over_tokens(node: Node, change: Callable[[Tensor], Tensor], unique: bool = True) -> Node:
+def map_tokens(node: Node, change: Callable[[Tensor], Tensor], unique: bool = True) -> Node:
     """Return the same recorded function for other tokens: the result [*tokens, W] becomes [*other
     tokens, W].
 
@@ -181,21 +181,21 @@ def over_tokens(node: Node, change: Callable[[Tensor], Tensor], unique: bool = T
     """
 
     def change_leaf(leaf: Node) -> Node:
-        if isinstance(leaf, Reading):
+        if isinstance(leaf, LogitsReading):
             positions = change(leaf.positions[..., None])[..., 0]
             return dataclasses.replace(leaf, positions=positions, unique=leaf.unique and unique)
-        assert isinstance(leaf, Operand)
+        assert isinstance(leaf, TensorOperand)
         leaf.check()
-        return Operand.of(change(leaf.tensor))
+        return TensorOperand.from_tensor(change(leaf.tensor))
 
-    return rebuilt(node, change_leaf)
+    return rebuild(node, change_leaf)
 
 
 def evaluate(node: Node, values: Values) -> Any:
     """Compute a recorded function from the values of its inputs, which are in `values`, for a block
     of tokens in forward or backward. Intermediate results are added to `values`."""
     if node not in values:
-        assert isinstance(node, Call)
+        assert isinstance(node, RecordedCall)
         args, kwargs = tree_map_only(
             Node, lambda child: evaluate(child, values), (node.args, node.kwargs)
         )

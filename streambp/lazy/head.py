@@ -4,7 +4,7 @@ A result of the logits is an output of `LazyResult`, an autograd Function. `Lazy
 hub's handle as input, an empty tensor that represents the logits in the graph. Hidden states and
 weights are inputs of `HeadHandle` alone. During backward each `LazyResult` leaves its gradients
 with the hub and returns a zero. autograd runs `HeadHandle` after all results. `HeadHandle`
-computes the gradients of hidden states and weights from all left gradients in one pass (`sweep`).
+computes the gradients of hidden states and weights from all left gradients in one pass (`compute_gradients`).
 Left gradients belong to one backward call. Otherwise gradients that never reach the handle
 (`autograd.grad` with respect to other tensors) would remain for the next call.
 """
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from streambp.device import has_data
 from streambp.errors import TWO_BACKWARDS, BackwardError, StreamBPError
-from streambp.head.blocks import Products, Projection, fold_vocabulary, token_blocks
+from streambp.head.blocks import HeadProducts, Projection, fold_vocabulary, token_blocks
 from streambp.head.log_probs import HeadInputs, make_inputs, refuse_second_derivatives
 from streambp.head.recipe import LogitsExpression
 from streambp.head.version_check import VersionCheck
@@ -31,11 +31,11 @@ from streambp.lazy.backward import (
     StatisticsGradient,
     StatisticsTerm,
     Term,
-    rows_at_once,
-    sweep,
+    compute_gradients,
+    rows_per_block,
     values_at,
 )
-from streambp.lazy.expression import Node, Reading, evaluate, inputs_of, readings, rebuilt
+from streambp.lazy.expression import LogitsReading, Node, evaluate, inputs_of, readings, rebuild
 
 
 class HeadHandle(torch.autograd.Function):
@@ -78,7 +78,7 @@ class HeadHandle(torch.autograd.Function):
             StreamBPError: weights or hidden states were changed in place since forward.
         """
         source, weight, bias, *_ = ctx.saved_tensors
-        stored = ctx.hub.take()
+        stored = ctx.hub.take_gradients()
         if upstream is not None and not stored:
             raise BackwardError(
                 "backward began at the logits' node of the graph, where a gradient of an earlier "
@@ -101,7 +101,9 @@ class HeadHandle(torch.autograd.Function):
             *statistics.values(),
             *(term for term in stored if isinstance(term, NodeTerm)),
         ]
-        return None, *sweep(ctx.hub.inputs, terms, source, weight, bias, ctx.needs_input_grad[1:])
+        return None, *compute_gradients(
+            ctx.hub.inputs, terms, source, weight, bias, ctx.needs_input_grad[1:]
+        )
 
 
 class RunInBackward(torch.autograd.Function):
@@ -145,7 +147,7 @@ class LazyResult(torch.autograd.Function):
         """Return the results of `calculation.run`.
 
         Args:
-            calculation: a `Statistic` or `Function` of the logits.
+            calculation: a `StatisticsCalculation` or `FunctionCalculation` of the logits.
             anchors: tensors [1] that represent the logits in the graph.
         """
         values: tuple[Tensor, ...] = calculation.run()
@@ -167,7 +169,7 @@ class LazyResult(torch.autograd.Function):
         first = next((grad for grad in grads if grad is not None), None)
         if first is None:
             return (None,) * len(ctx.needs_input_grad)
-        ctx.calculation.leave(grads)
+        ctx.calculation.store_gradients(grads)
         zero = first.new_zeros(1)
         return None, *(zero,) * (len(ctx.needs_input_grad) - 1)
 
@@ -203,13 +205,13 @@ class LazyHead:
 
     def read(
         self, source: Tensor, tokens: torch.Size, token_positions: Tensor | None = None
-    ) -> Reading:
-        """Return a `Reading`, from which recorded functions compute the logits of all positions, or
-        of those in `token_positions`, block by block. No logits are computed here. The logits are
-        differentiable if hidden states or weights are.
+    ) -> LogitsReading:
+        """Return a `LogitsReading`, from which recorded functions compute the logits of all
+        positions, or of those in `token_positions`, block by block. No logits are computed here.
+        The logits are differentiable if hidden states or weights are.
 
-        The caller must keep the `Reading` until backward, because its handle is the autograd node
-        that receives the gradients. This object stores no reference to the handle.
+        The caller must keep the `LogitsReading` until backward, because its handle is the autograd
+        node that receives the gradients. This object stores no reference to the handle.
 
         Args:
             source: [M, h], the hidden states before the final norm.
@@ -221,29 +223,31 @@ class LazyHead:
             self, source, recipe.weight, recipe.bias, *self.inputs.norm_parameters.current()
         )
         if token_positions is not None:
-            return Reading(self, handle, token_positions, recipe.projected(), unique=False)
+            return LogitsReading(self, handle, token_positions, recipe.projected(), unique=False)
         positions = torch.arange(source.shape[0], device=source.device).view(tokens)  # [*tokens]
-        return Reading(self, handle, positions, recipe.projected())
+        return LogitsReading(self, handle, positions, recipe.projected())
 
-    def reached(self, reading: Reading) -> Reading:
+    def with_padding(self, reading: LogitsReading) -> LogitsReading:
         """Return `reading`, or a replacement if padding was left out of the hidden states and
         `reading` includes positions of padding. The replacement reads the logits of another
         `LazyHead`, which has hidden states of all positions. Called before each calculation. [Note:
         padding that is read]"""
         late_padding = self.recipe.late_padding
         graded = torch.is_grad_enabled()
-        if late_padding is None or not late_padding.reads(reading.positions):
+        if late_padding is None or not late_padding.reads_padding(reading.positions):
             return reading
         if graded not in self._hubs:
             self.check()
-            source = late_padding.completed()
+            source = late_padding.with_padding()
             hub = LazyHead(
                 source, dataclasses.replace(self.recipe, late_padding=None, token_positions=None)
             )
             self._hubs[graded] = hub, hub.read(source, source.shape[:1]).handle
         hub, handle = self._hubs[graded]
         for hook in reading.hooks:
-            handle = RunInBackward.apply(functools.partial(hub.scale_left, hook), handle)
+            handle = RunInBackward.apply(
+                functools.partial(hub.scale_stored_gradients, hook), handle
+            )
         return dataclasses.replace(reading, head=hub, handle=handle)
 
     def check(self) -> None:
@@ -267,14 +271,16 @@ class LazyHead:
                 "StreamConfig(lazy_logits=False)."
             )
 
-    def products(self) -> Products:
+    def products(self) -> HeadProducts:
         """Return an object that multiplies hidden states by the weight [V, h] and adds the bias
         [V]. Raise `StreamBPError` if the weights were changed in place since forward."""
         self.check()
         assert self.recipe.weight is not None
         return self.inputs.products(self.recipe.weight, self.recipe.bias)
 
-    def statistics(self, reading: Reading, labels: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def statistics(
+        self, reading: LogitsReading, labels: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return three softmax statistics of the logits of N tokens: the label's logit (0 without
         labels), the logsumexp and the mean, [N] each in promote_types(dtype, float32).
 
@@ -296,7 +302,7 @@ class LazyHead:
         tokens, entries = self.inputs.block_size(self.hidden, self.vocabulary)
         with torch.no_grad():
             for block in token_blocks(count, tokens):
-                normed = self.inputs.normed(self.hidden[positions[block]])
+                normed = self.inputs.apply_norm(self.hidden[positions[block]])
                 folded = fold_vocabulary(
                     normed, products, reading.projection, picks[block], entries
                 )
@@ -320,7 +326,7 @@ class LazyHead:
             return pick, lse, mean
         return pick[repeats], lse[repeats], mean[repeats]
 
-    def known_statistics(self, reading: Reading) -> tuple[Tensor, Tensor] | None:
+    def known_statistics(self, reading: LogitsReading) -> tuple[Tensor, Tensor] | None:
         """Return the cached logsumexp and mean of the logits of N tokens, [N] each; None unless
         both were computed before for all of these tokens. A program that asks for one after the
         other computes the logits once."""
@@ -333,7 +339,7 @@ class LazyHead:
             return None
         return lse[positions], mean[positions]
 
-    def leave(self, gradient: Any) -> None:
+    def store_gradients(self, gradient: Any) -> None:
         """Store the gradient of one result (`StatisticsGradient` or `NodeTerm`) for the backward of
         `HeadHandle`, which runs later in the same backward call. The end of this call removes what
         is left."""
@@ -344,7 +350,7 @@ class LazyHead:
             engine.queue_callback(lambda: self._gradients.pop(task, None))
         self._gradients[task].append(gradient)
 
-    def scale_left(self, hook: Callable[[Tensor], Tensor | None]) -> None:
+    def scale_stored_gradients(self, hook: Callable[[Tensor], Tensor | None]) -> None:
         """Multiply the gradients that the current backward call has stored so far by an engine's
         factor, such as a loss scale. The call comes from a graph node between the results and
         `HeadHandle`, for a hook that the engine registered on the logits.
@@ -358,17 +364,17 @@ class LazyHead:
             factor = hook(self.hidden.new_ones(1, dtype=self.wide))
             if factor is not None:
                 self._gradients[task] = [
-                    gradient.times(factor) for gradient in self._gradients[task]
+                    gradient.scale_gradients(factor) for gradient in self._gradients[task]
                 ]
 
-    def take(self) -> list[Any]:
+    def take_gradients(self) -> list[Any]:
         """Remove the gradients that the current backward call has stored, and return them to the
         backward of `HeadHandle`."""
         return self._gradients.pop(torch._C._current_graph_task_id(), [])
 
 
 @dataclasses.dataclass(frozen=True)
-class Statistic:
+class StatisticsCalculation:
     """Calculation of up to three softmax statistics from the logits of N tokens, to be run by
     `LazyResult`.
 
@@ -380,16 +386,16 @@ class Statistic:
         mean: True to compute the logits' mean.
     """
 
-    reading: Reading
+    reading: LogitsReading
     labels: Tensor | None
     lse: bool = False
     mean: bool = False
 
-    def reached(self) -> Statistic:
-        """Return a copy that reads the logits from `LazyHead.reached`. If padding was left out of
-        the hidden states and this statistic reads logits at padding, the batch is computed once
+    def with_padding(self) -> StatisticsCalculation:
+        """Return a copy that reads the logits from `LazyHead.with_padding`. If padding was left out
+        of the hidden states and this statistic reads logits at padding, the batch is computed once
         more with padding. [Note: padding that is read]"""
-        return dataclasses.replace(self, reading=self.reading.head.reached(self.reading))
+        return dataclasses.replace(self, reading=self.reading.head.with_padding(self.reading))
 
     def inputs(self) -> list[Tensor]:
         """Return the tensor [1] that represents the logits in the autograd graph, as the input of
@@ -411,7 +417,7 @@ class Statistic:
         requested = self.labels is not None, self.lse, self.mean
         return tuple(itertools.compress(values, requested))
 
-    def leave(self, grads: Sequence[Tensor | None]) -> None:
+    def store_gradients(self, grads: Sequence[Tensor | None]) -> None:
         """Store the gradients [N] of the results of `run`, in the same order, until `HeadHandle`
         computes the gradients of hidden states and weights. Called by the backward of `LazyResult`.
         """
@@ -420,7 +426,7 @@ class Statistic:
         requested = self.labels is not None, self.lse, self.mean
         pick, lse, mean = (next(gradients) if is_requested else None for is_requested in requested)
         positions = reading.positions.reshape(-1)
-        reading.head.leave(
+        reading.head.store_gradients(
             StatisticsGradient(
                 reading.projection, positions, reading.unique, self.labels, pick, lse, mean
             )
@@ -428,7 +434,7 @@ class Statistic:
 
 
 @dataclasses.dataclass(frozen=True)
-class Function:
+class FunctionCalculation:
     """Calculation of a recorded function of logits, with [N, ...] results for logits [N, V], to be
     run by `LazyResult`.
 
@@ -438,14 +444,16 @@ class Function:
 
     node: Node
 
-    def reached(self) -> Function:
+    def with_padding(self) -> FunctionCalculation:
         """Return a function that may read logits at padding: this object, or a copy. If padding was
         left out of the hidden states and the function reads there, the batch is computed once more
         with padding. [Note: padding that is read]"""
         if all(reading.head.recipe.late_padding is None for reading in readings(self.node)):
             return self
-        return Function(
-            rebuilt(self.node, lambda x: x.head.reached(x) if isinstance(x, Reading) else x)
+        return FunctionCalculation(
+            rebuild(
+                self.node, lambda x: x.head.with_padding(x) if isinstance(x, LogitsReading) else x
+            )
         )
 
     def inputs(self) -> list[Tensor]:
@@ -456,11 +464,11 @@ class Function:
     def run(self) -> tuple[Tensor, ...]:
         """Return the function's results, [N, ...] each, without a graph.
 
-        Logits are built for `rows_at_once` tokens at a time.
+        Logits are built for `rows_per_block` tokens at a time.
         """
         logits = readings(self.node)
         count = logits[0].positions.shape[0]
-        tokens = rows_at_once(logits[0].head.vocabulary)
+        tokens = rows_per_block(logits[0].head.vocabulary)
         hubs = dict.fromkeys(reading.head for reading in logits)
         products = {hub: hub.products() for hub in hubs}
         parts: list[tuple[Tensor, ...]] = []
@@ -475,9 +483,9 @@ class Function:
             for column in zip(*parts, strict=True)
         )
 
-    def leave(self, grads: Sequence[Tensor | None]) -> None:
+    def store_gradients(self, grads: Sequence[Tensor | None]) -> None:
         """Store the gradients [N, ...] of the results of `run` until `HeadHandle` computes the
         gradients of hidden states and weights. Called by the backward of `LazyResult`."""
         for reading in readings(self.node):
             if reading.handle.requires_grad:
-                reading.head.leave(NodeTerm(self.node, reading, grads))
+                reading.head.store_gradients(NodeTerm(self.node, reading, grads))

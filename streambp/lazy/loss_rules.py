@@ -10,17 +10,17 @@ from torch import Tensor
 
 from streambp.foreign import torch_own
 from streambp.head.log_probs import check_labels
-from streambp.lazy.expression import Call
-from streambp.lazy.head import Function, Statistic
+from streambp.lazy.expression import RecordedCall
+from streambp.lazy.head import FunctionCalculation, StatisticsCalculation
 from streambp.lazy.row_rules import (
-    elementwise,
+    empty_sample,
     gather_entries,
-    log_softmaxed,
+    match_log_softmax,
     note,
-    of_all,
-    sample_of,
+    record_elementwise,
+    reduce_all,
 )
-from streambp.lazy.tensor import LazyLogits, flat
+from streambp.lazy.tensor import LazyLogits, flatten_node
 
 
 def kl_div(
@@ -40,12 +40,12 @@ def kl_div(
     """
     if not _is_reduction(size_average, reduce, "mean" if reduction == "batchmean" else reduction):
         return NotImplemented
-    by_entry = elementwise(
+    by_entry = record_elementwise(
         "kl_div", func, (x, target), {"reduction": "none", "log_target": log_target}
     )
     if by_entry is NotImplemented or reduction == "none":
         return by_entry
-    total = of_all("sum", torch_own.sum, by_entry, [], {})
+    total = reduce_all("sum", torch_own.sum, by_entry, [], {})
     if reduction == "batchmean":
         return total / by_entry.shape[0]
     if reduction == "mean":
@@ -53,7 +53,7 @@ def kl_div(
     return total
 
 
-def of_labels(
+def label_loss(
     name: str,
     func: Callable[..., Any],
     x: Any,
@@ -91,10 +91,10 @@ def of_labels(
     if name == "cross_entropy":
         loss_arguments["label_smoothing"] = label_smoothing
     with torch.no_grad():
-        dtype = func(sample_of(x), target.reshape(-1)[:0], **loss_arguments).dtype
+        dtype = func(empty_sample(x), target.reshape(-1)[:0], **loss_arguments).dtype
     log_probs = x = x.with_classes(None)
     if name == "cross_entropy":
-        log_probs = elementwise("log_softmax", torch_own.log_softmax, (x,), {"dim": -1})
+        log_probs = record_elementwise("log_softmax", torch_own.log_softmax, (x,), {"dim": -1})
     note(x, name)
     labels = target.reshape(-1).detach().clone()  # [N]
     check_labels(labels, log_probs.width, ignore_index)
@@ -104,7 +104,7 @@ def of_labels(
     else:
         token_positions = labelled.nonzero().squeeze(-1)
     rows = log_probs.with_tokens(lambda t: t.reshape(-1, t.shape[-1])[token_positions], view=False)
-    losses = _smoothed(rows, labels[token_positions], label_smoothing)
+    losses = _smoothed_loss(rows, labels[token_positions], label_smoothing)
     if reduction == "none":
         scattered = losses.new_zeros(labels.shape[0]).index_put((token_positions,), losses)
         return scattered.to(dtype).view(target.shape)
@@ -118,19 +118,21 @@ def _is_reduction(size_average: Any, reduce: Any, reduction: str) -> bool:
     return size_average is None and reduce is None and reduction in ("none", "sum", "mean")
 
 
-def _smoothed(log_probs: LazyLogits, labels: Tensor, smoothing: float) -> Tensor:
+def _smoothed_loss(log_probs: LazyLogits, labels: Tensor, smoothing: float) -> Tensor:
     """Return -log p of the labels [N] with label smoothing, which mixes in the mean of -log p over
     the vocabulary."""
-    reading_and_sign = log_softmaxed(log_probs.node)
+    reading_and_sign = match_log_softmax(log_probs.node)
     if smoothing and reading_and_sign is not None:
         target, lse, mean = log_probs.compute(
-            Statistic(reading_and_sign[0], labels, lse=True, mean=True)
+            StatisticsCalculation(reading_and_sign[0], labels, lse=True, mean=True)
         )
         return lse - target * (1.0 - smoothing) - mean * smoothing
     losses = -gather_entries(log_probs, labels[:, None])[:, 0]
     if smoothing:
         (mean,) = log_probs.compute(
-            Function(flat(Call(torch_own.mean, (log_probs.node, -1), {}, True, "mean")))
+            FunctionCalculation(
+                flatten_node(RecordedCall(torch_own.mean, (log_probs.node, -1), {}, True, "mean"))
+            )
         )
         losses = losses * (1.0 - smoothing) - mean * smoothing
     return losses

@@ -18,31 +18,39 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from streambp.foreign import torch_own
 from streambp.head.log_probs import check_labels
-from streambp.lazy.expression import Call, Node, Operand, Reading, names
-from streambp.lazy.head import Function, Statistic
-from streambp.lazy.tensor import LazyLogits, flat
+from streambp.lazy.expression import (
+    LogitsReading,
+    Node,
+    RecordedCall,
+    TensorOperand,
+    operation_names,
+)
+from streambp.lazy.head import FunctionCalculation, StatisticsCalculation
+from streambp.lazy.tensor import LazyLogits, flatten_node
 from streambp.tensors import tensors_in
 
-ROW_BY_ROW = frozenset({"log_softmax", "softmax", "softmin"})
+ROW_OPERATIONS = frozenset({"log_softmax", "softmax", "softmin"})
 # Operations with their `dim` as argument 1. DIM: operation -> index of `dim`.
-FIRST = (
+DIM_FIRST_OPERATIONS = (
     "sum", "mean", "nansum", "nanmean", "logsumexp", "max", "min", "amax", "amin", "argmax", "argmin", "any", "all",
     "count_nonzero", "gather", "softmax", "log_softmax", "softmin",
 )  # fmt: skip
-DIM = dict.fromkeys(FIRST, 1) | {"topk": 2, "take_along_dim": 2, "norm": 2}
+DIM_ARGUMENT = dict.fromkeys(DIM_FIRST_OPERATIONS, 1) | {"topk": 2, "take_along_dim": 2, "norm": 2}
 # Results that change if their inputs are rounded to half precision; lazy values are not rounded.
-OF_ROUNDED = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "isinf", "isfinite", "nan_to_num"})
+ROUNDING_SENSITIVE_OPERATIONS = frozenset(
+    {"eq", "ne", "lt", "le", "gt", "ge", "isinf", "isfinite", "nan_to_num"}
+)
 # function of all entries -> function of the rows' results
-OF_ALL = {"sum": "sum", "mean": "mean", "nansum": "nansum"}
+FULL_REDUCTIONS = {"sum": "sum", "mean": "mean", "nansum": "nansum"}
 
 
-def sample_of(x: LazyLogits) -> Tensor:
+def empty_sample(x: LazyLogits) -> Tensor:
     """Return an empty tensor [0, W] with the dtype and device of lazy logits x. torch's functions
     are run on it to find their result's width and dtype."""
     return torch.empty((0, x.width), dtype=x.dtype, device=x.device)
 
 
-def elementwise(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def record_elementwise(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Record an operation on each entry or each token of lazy logits, which is computed later, and
     return lazy logits.
 
@@ -55,7 +63,7 @@ def elementwise(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> 
     rows = tensors_in((args, kwargs), LazyLogits)
     if any(x.classes is not None for x in rows):
         return NotImplemented
-    if name.strip("_") in OF_ROUNDED and any(x.dtype.itemsize < 4 for x in rows):
+    if name.strip("_") in ROUNDING_SENSITIVE_OPERATIONS and any(x.dtype.itemsize < 4 for x in rows):
         return NotImplemented
     first = rows[0]
     graded = torch.is_grad_enabled() and any(x.requires_grad for x in rows)
@@ -73,7 +81,7 @@ def elementwise(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> 
             tensor = tensor.clone()  # a cheap copy; later writes to the tensor are harmless
         if tensor.dim() == 0:
             operands[id(leaf)] = (
-                Operand.of(tensor.to(first.device).expand(*first.tokens, 1)),
+                TensorOperand.from_tensor(tensor.to(first.device).expand(*first.tokens, 1)),
                 tensor,
             )
             continue
@@ -87,10 +95,13 @@ def elementwise(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> 
             expanded = tensor.expand(*first.tokens, tensor.shape[-1])
         except RuntimeError:
             return NotImplemented
-        operands[id(leaf)] = Operand.of(expanded), expanded.reshape(-1, expanded.shape[-1])[:0]
+        operands[id(leaf)] = (
+            TensorOperand.from_tensor(expanded),
+            expanded.reshape(-1, expanded.shape[-1])[:0],
+        )
     plain_args, plain_kwargs = tree_map_only(
         Tensor,
-        lambda t: sample_of(t) if isinstance(t, LazyLogits) else operands[id(t)][1],
+        lambda t: empty_sample(t) if isinstance(t, LazyLogits) else operands[id(t)][1],
         (args, kwargs),
     )
     with torch.no_grad():
@@ -99,22 +110,26 @@ def elementwise(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> 
         return NotImplemented
     node_args, node_kwargs = tree_map_only(
         Tensor,
-        lambda t: _graded(t, graded) if isinstance(t, LazyLogits) else operands[id(t)][0],
+        lambda t: (
+            _node_with_gradient(t, graded) if isinstance(t, LazyLogits) else operands[id(t)][0]
+        ),
         (args, kwargs),
     )
-    return first.make(Call(func, node_args, node_kwargs, graded, name), width, sample.dtype, graded)
+    return first.make(
+        RecordedCall(func, node_args, node_kwargs, graded, name), width, sample.dtype, graded
+    )
 
 
-def _graded(x: LazyLogits, graded: bool) -> Node:
+def _node_with_gradient(x: LazyLogits, graded: bool) -> Node:
     """Return the function from which x will be computed, as an input of another recorded operation.
     If x requires no gradient and another argument of the operation does (`graded`), x is detached,
     so that backward computes no gradient of x."""
     if graded and not x.requires_grad:
-        return Call(torch_own.detach, (x.node,), {}, False, "detach")
+        return RecordedCall(torch_own.detach, (x.node,), {}, False, "detach")
     return x.node
 
 
-def along_rows(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def apply_along_rows(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Run an operation along one dimension of lazy logits. Softmax is recorded and computed later.
     Sum, gather, topk and the like are computed at once, block by block.
 
@@ -134,26 +149,26 @@ def along_rows(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> A
     if tensors_in((positional, kwargs), LazyLogits):
         return NotImplemented
     kwargs = dict(kwargs)
-    at = DIM[name] - 1
+    at = DIM_ARGUMENT[name] - 1
     if "axis" in kwargs:
         kwargs["dim"] = kwargs.pop("axis")
     if len(positional) > at:
         dim = positional.pop(at)
     else:
         dim = kwargs.pop("dim", -1 if name == "topk" else None)
-    if dim is None and name in OF_ALL:
-        return of_all(name, func, x, positional, kwargs)
+    if dim is None and name in FULL_REDUCTIONS:
+        return reduce_all(name, func, x, positional, kwargs)
     if isinstance(dim, tuple | list):
         dim = dim[0] if len(dim) == 1 else None
     class_dim = x.dim() - 1 if x.classes is None else x.classes
     if isinstance(dim, bool) or not isinstance(dim, int) or dim % x.dim() != class_dim:
         return NotImplemented
-    if name in ROW_BY_ROW:
+    if name in ROW_OPERATIONS:
         # Further arguments of torch's function (dtype) or of F's (_stacklevel, dtype).
         kwargs.pop("_stacklevel", None)
         if dtypes := [value for value in positional if isinstance(value, torch.dtype)]:
             kwargs["dtype"] = dtypes[0]
-        result = elementwise(name, func, (x.with_classes(None),), {**kwargs, "dim": -1})
+        result = record_elementwise(name, func, (x.with_classes(None),), {**kwargs, "dim": -1})
         if x.classes is None:
             return result
         return result.make(result.node, result.width, result.dtype, result.requires_grad, x.classes)
@@ -167,7 +182,7 @@ def along_rows(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> A
     return _reduce(name, func, x, positional, kwargs)
 
 
-def of_all(
+def reduce_all(
     name: str,
     func: Callable[..., Any],
     x: LazyLogits,
@@ -187,7 +202,7 @@ def of_all(
     if positional or kwargs.get("keepdim"):
         return NotImplemented
     of_rows = _reduce(name, func, x, [], kwargs)
-    return getattr(torch_own, OF_ALL[name])(of_rows)
+    return getattr(torch_own, FULL_REDUCTIONS[name])(of_rows)
 
 
 def _reduce(
@@ -212,20 +227,22 @@ def _reduce(
     further = ("largest", "sorted") if name == "topk" else ("keepdim",)
     kwargs = {"dim": -1, **kwargs, **dict(zip(further, positional, strict=False))}
     with torch.no_grad():
-        sample = func(sample_of(x), **kwargs)
-    log_probs = log_softmaxed(x.node)
-    if name == "logsumexp" and isinstance(x.node, Reading):
-        values = x.compute(Statistic(x.node, None, lse=True))
+        sample = func(empty_sample(x), **kwargs)
+    log_probs = match_log_softmax(x.node)
+    if name == "logsumexp" and isinstance(x.node, LogitsReading):
+        values = x.compute(StatisticsCalculation(x.node, None, lse=True))
     elif (
         log_probs
         and name in ("sum", "mean")
         and kwargs.get("dtype") in (None, log_probs[0].head.wide)
     ):
         reading, sign = log_probs
-        lse, mean = x.compute(Statistic(reading, None, lse=True, mean=True))
+        lse, mean = x.compute(StatisticsCalculation(reading, None, lse=True, mean=True))
         values = ((mean - lse) * (sign if name == "mean" else sign * x.width),)
     else:
-        values = x.compute(Function(flat(Call(func, (x.node,), kwargs, True, name))))
+        values = x.compute(
+            FunctionCalculation(flatten_node(RecordedCall(func, (x.node,), kwargs, True, name)))
+        )
     note(x, name)
     several = isinstance(sample, tuple | list)
     samples = sample if several else (sample,)
@@ -240,26 +257,26 @@ def _reduce(
 def note(x: LazyLogits, name: str) -> None:
     """Record for `describe` that `name`, with the recorded operations before it, was computed block
     by block from lazy logits."""
-    x.request.outcome.computed[" + ".join(dict.fromkeys([*names(x.node), name]))] = None
+    x.request.outcome.computed[" + ".join(dict.fromkeys([*operation_names(x.node), name]))] = None
 
 
-def log_softmaxed(node: Node) -> tuple[Reading, float] | None:
+def match_log_softmax(node: Node) -> tuple[LogitsReading, float] | None:
     """Return the logits and a sign if a recorded function is log_softmax of the logits (sign 1) or
     its negative (sign -1); None for other functions. Entries of log_softmax are computed from
     softmax statistics, without rerunning the function."""
     if (
-        isinstance(node, Call)
+        isinstance(node, RecordedCall)
         and node.name in ("neg", "negative", "__neg__")
         and len(node.args) == 1
     ):
-        inner = log_softmaxed(node.args[0])
+        inner = match_log_softmax(node.args[0])
         if inner is None:
             return None
         return inner[0], -inner[1]
     if (
-        not isinstance(node, Call)
+        not isinstance(node, RecordedCall)
         or node.name != "log_softmax"
-        or not isinstance(node.args[0], Reading)
+        or not isinstance(node.args[0], LogitsReading)
     ):
         return None
     reading = node.args[0]
@@ -290,15 +307,17 @@ def gather_entries(x: LazyLogits, index: Tensor) -> Tensor:
     """Return the entries [*tokens, K] of lazy logits at vocabulary indices `index`, in
     promote_types(dtype, float32). Callers have checked the indices."""
     labels = index.reshape(-1).clone()  # the program may write to `index`
-    reading_and_sign = log_softmaxed(x.node)
+    reading_and_sign = match_log_softmax(x.node)
     if index.shape[-1] == 1 and reading_and_sign is not None:
         reading, sign = reading_and_sign
-        target, lse = x.compute(Statistic(reading, labels, lse=True))
+        target, lse = x.compute(StatisticsCalculation(reading, labels, lse=True))
         return ((target - lse) * sign).view(index.shape)
-    if index.shape[-1] == 1 and isinstance(x.node, Reading):
-        return x.compute(Statistic(x.node, labels))[0].view(index.shape)
-    node = Call(torch_own.gather, (x.node, -1, Operand.of(index.clone())), {}, True, "gather")
-    return x.compute(Function(flat(node)))[0].view(index.shape)
+    if index.shape[-1] == 1 and isinstance(x.node, LogitsReading):
+        return x.compute(StatisticsCalculation(x.node, labels))[0].view(index.shape)
+    node = RecordedCall(
+        torch_own.gather, (x.node, -1, TensorOperand.from_tensor(index.clone())), {}, True, "gather"
+    )
+    return x.compute(FunctionCalculation(flatten_node(node)))[0].view(index.shape)
 
 
 def scale(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -318,7 +337,7 @@ def scale(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     if (
         len(args) + len(kwargs) == 2
         and isinstance(x, LazyLogits)
-        and isinstance(x.node, Reading)
+        and isinstance(x.node, LogitsReading)
         and is_number(operand)
     ):
         projection = x.node.projection
@@ -331,7 +350,7 @@ def scale(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
                 x.node, projection=dataclasses.replace(projection, temperature=temperature)
             )
         )
-    return elementwise(name, func, args, kwargs)
+    return record_elementwise(name, func, args, kwargs)
 
 
 def is_number(value: Any) -> bool:

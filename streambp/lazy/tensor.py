@@ -25,40 +25,40 @@ from torch import Tensor
 from torch._C import TensorBase
 
 from streambp.errors import BackwardError, StreamBPError
-from streambp.foreign import method
+from streambp.foreign import tensor_method
 from streambp.head.recipe import HeadRequest
 from streambp.known_names import DDP_SINK, PRE_BACKWARD, RUNS_BEFORE_BACKWARD, TENSOR_HOOKS
 from streambp.lazy.base import (
-    METADATA,
+    METADATA_OPERATIONS,
     GradientSink,
     LazyTensor,
     MaterializeLazy,
-    SharedMemory,
-    scales,
+    SharedWriteCount,
+    is_scaling_hook,
 )
-from streambp.lazy.expression import Node, Reading, inputs_of, over_tokens, readings, rebuilt
-from streambp.lazy.head import Function, LazyResult, RunInBackward, Statistic
-from streambp.tensors import changed_arguments, tensors_in
+from streambp.lazy.expression import LogitsReading, Node, inputs_of, map_tokens, readings, rebuild
+from streambp.lazy.head import FunctionCalculation, LazyResult, RunInBackward, StatisticsCalculation
+from streambp.tensors import change_arguments, tensors_in
 
-METADATA_OF_ROWS = METADATA | {
+ROW_METADATA_OPERATIONS = METADATA_OPERATIONS | {
     getattr(TensorBase, name).__get__ for name in ("is_nested", "is_quantized", "is_mps", "is_xla")
 }
 
 
 # Rules that also support rows with their entries in another dimension than the last.
-ANY_SHAPE = (
+ANY_SHAPE_RULES = (
     "transpose", "permute", "swapaxes", "swapdims", "contiguous", "clone", "detach", "to", "float", "double",
     "register_hook",
 )  # fmt: skip
 
 
-def flat(node: Node) -> Node:
+def flatten_node(node: Node) -> Node:
     """Return a recorded function with its N tokens in one dimension, [*tokens, W] -> [N, W], which
-    a `Function` computes block by block."""
-    return over_tokens(node, lambda x: x.reshape(-1, x.shape[-1]))
+    a `FunctionCalculation` computes block by block."""
+    return map_tokens(node, lambda x: x.reshape(-1, x.shape[-1]))
 
 
-def of_tokens(node: Node, gradient: Tensor) -> tuple[Node, Tensor]:
+def drop_padding(node: Node, gradient: Tensor) -> tuple[Node, Tensor]:
     """Return a recorded function and the gradient [N, W] of its result without the tokens that are
     padding. The hidden states of padding were not computed, so its gradient must be zero. Called
     for gradients that arrive from other code, such as a user's autograd.Function.
@@ -81,7 +81,7 @@ def of_tokens(node: Node, gradient: Tensor) -> tuple[Node, Tensor]:
             "batch that was computed without padding. Leave padding out of that loss, or set "
             "StreamConfig(rows='as_given')."
         )
-    return over_tokens(node, lambda x: x[is_token]), gradient[is_token]
+    return map_tokens(node, lambda x: x[is_token]), gradient[is_token]
 
 
 class LazyLogits(LazyTensor):
@@ -100,11 +100,11 @@ class LazyLogits(LazyTensor):
         successor: the lazy logits that replaced this tensor in an in-place operation; None: none
             did.
         graph_node: the autograd node that `make` created.
-        heeded: True if `heed` has made backward run an engine's autograd node.
+        heeded: True if `follow_engine_node` has made backward run an engine's autograd node.
     """
 
     config_hint = "StreamConfig(lazy_logits=False)"
-    metadata = METADATA_OF_ROWS
+    metadata = ROW_METADATA_OPERATIONS
     has_rule = ("label_smoothing",)
     row_rules: ClassVar[Mapping[str, Callable[..., Any]]]
 
@@ -133,7 +133,7 @@ class LazyLogits(LazyTensor):
         self.origin = reading.positions
         self.tokens = reading.positions.shape
         self.request = reading.head.recipe.request
-        self.memory = SharedMemory()
+        self.memory = SharedWriteCount()
         self.write_count = 0
         self.graph_node = None
         self.materialized_tensor = None
@@ -166,7 +166,7 @@ class LazyLogits(LazyTensor):
         return logits
 
     @classmethod
-    def arrived(cls, ctx: Any, gradient: Tensor | None) -> None:
+    def receive_gradient(cls, ctx: Any, gradient: Tensor | None) -> None:
         """Store a gradient of the complete tensor, [*tokens, W], until the gradients of the weights
         are computed.
 
@@ -189,10 +189,10 @@ class LazyLogits(LazyTensor):
         of_rows = gradient
         if classes is not None:
             of_rows = gradient.movedim(classes, -1)
-        node, of_rows = of_tokens(flat(node), of_rows.reshape(-1, width))
-        Function(node).leave([of_rows])
+        node, of_rows = drop_padding(flatten_node(node), of_rows.reshape(-1, width))
+        FunctionCalculation(node).store_gradients([of_rows])
 
-    def sharing(self, base: LazyLogits) -> LazyLogits:
+    def share_memory_with(self, base: LazyLogits) -> LazyLogits:
         """Mark this tensor, made by an operation whose result shares memory in torch, as a view of
         `base`, and return it."""
         self.memory = base.memory
@@ -225,9 +225,9 @@ class LazyLogits(LazyTensor):
             unique: True if `change` repeats no token.
             view: True if the result shares this tensor's memory.
         """
-        result = self.copy_with(over_tokens(self.node, change, unique))
+        result = self.copy_with(map_tokens(self.node, change, unique))
         if view:
-            return result.sharing(self)
+            return result.share_memory_with(self)
         return result
 
     def with_classes(self, classes: int | None) -> LazyLogits:
@@ -238,9 +238,9 @@ class LazyLogits(LazyTensor):
         """
         if classes == self.classes:
             return self
-        return self.make(self.node, self.width, self.dtype, self.requires_grad, classes).sharing(
-            self
-        )
+        return self.make(
+            self.node, self.width, self.dtype, self.requires_grad, classes
+        ).share_memory_with(self)
 
     def casts_to(self, dtype: torch.dtype) -> bool:
         """True if a cast to `dtype` can stay lazy: `dtype` is wider than this dtype, and not
@@ -284,7 +284,7 @@ class LazyLogits(LazyTensor):
         self.request.outcome.built_for = self.request.outcome.built_for or operation
 
     @classmethod
-    def on_real(cls, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    def run_on_complete(cls, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """Run an operation that has no rule, with complete tensors in place of lazy arguments.
 
         Args:
@@ -293,7 +293,7 @@ class LazyLogits(LazyTensor):
             args: positional arguments of the call.
             kwargs: keyword arguments of the call.
         """
-        result = super().on_real(func, name, args, kwargs)
+        result = super().run_on_complete(func, name, args, kwargs)
         for x in tensors_in((args, kwargs), cls) if name in TENSOR_HOOKS else ():
             if x.graph_node is not None:
                 x.graph_node.passed_by = f"a hook ({name}) was put on"
@@ -313,9 +313,9 @@ class LazyLogits(LazyTensor):
                 f"was used ({operation}). The logits are computed at each use, so the second view "
                 f"would miss the change. Use {self.config_hint}."
             )
-        self.heed()
+        self.follow_engine_node()
 
-    def heed(self) -> None:
+    def follow_engine_node(self) -> None:
         """Make backward run the autograd node that an engine (DDP, ZeRO-3) has inserted after these
         logits, although no gradient of the logits reaches that node. This holds for all results
         that are computed from now on."""
@@ -332,10 +332,12 @@ class LazyLogits(LazyTensor):
             begin = lambda: getattr(node, RUNS_BEFORE_BACKWARD)(node.module)  # noqa: E731
             anchor = RunInBackward.apply(begin, torch.zeros(1, requires_grad=True))
         if anchor is not None:
-            self.node = rebuilt(
+            self.node = rebuild(
                 self.node,
                 lambda leaf: (
-                    dataclasses.replace(leaf, anchor=anchor) if isinstance(leaf, Reading) else leaf
+                    dataclasses.replace(leaf, anchor=anchor)
+                    if isinstance(leaf, LogitsReading)
+                    else leaf
                 ),
             )
             self.heeded = True
@@ -351,16 +353,18 @@ class LazyLogits(LazyTensor):
         Returns:
             The hook's handle; NotImplemented for any other hook.
         """
-        if not scales(hook):
+        if not is_scaling_hook(hook):
             return NotImplemented
 
         def scaled(leaf: Node) -> Node:
-            if not isinstance(leaf, Reading):
+            if not isinstance(leaf, LogitsReading):
                 return leaf
-            handle = RunInBackward.apply(functools.partial(leaf.head.scale_left, hook), leaf.handle)
+            handle = RunInBackward.apply(
+                functools.partial(leaf.head.scale_stored_gradients, hook), leaf.handle
+            )
             return dataclasses.replace(leaf, handle=handle, hooks=(*leaf.hooks, hook))
 
-        self.node = rebuilt(self.node, scaled)
+        self.node = rebuild(self.node, scaled)
         with torch._C.DisableTorchFunctionSubclass():
             return Tensor.register_hook(self, hook)  # serves a Function with this input
 
@@ -371,7 +375,9 @@ class LazyLogits(LazyTensor):
         grad_fn = self.grad_fn
         return grad_fn is self.graph_node or type(grad_fn).__name__ in (PRE_BACKWARD, DDP_SINK)
 
-    def compute(self, calculation: Statistic | Function) -> tuple[Tensor, ...]:
+    def compute(
+        self, calculation: StatisticsCalculation | FunctionCalculation
+    ) -> tuple[Tensor, ...]:
         """Return the results of a calculation from these logits, [N, ...] each.
 
         The results are differentiable in grad mode if these logits require a gradient.
@@ -380,7 +386,7 @@ class LazyLogits(LazyTensor):
         graded = graded and not torch.is_inference_mode_enabled()
         graded = graded and any(tensor.requires_grad for tensor in inputs_of(self.node))
         with torch.set_grad_enabled(graded):
-            calculation = calculation.reached()
+            calculation = calculation.with_padding()
             if not graded:
                 return calculation.run()
             values: tuple[Tensor, ...] = LazyResult.apply(calculation, *calculation.inputs())
@@ -389,7 +395,7 @@ class LazyLogits(LazyTensor):
     def values(self) -> Tensor:
         """Return the complete tensor [*tokens, W], in grad mode differentiable up to hidden states
         and weights."""
-        (values,) = self.compute(Function(flat(self.node)))
+        (values,) = self.compute(FunctionCalculation(flatten_node(self.node)))
         real = values.to(self.dtype).view(*self.tokens, self.width)
         return real if self.classes is None else real.movedim(-1, self.classes)
 
@@ -421,7 +427,7 @@ class LazyLogits(LazyTensor):
         self.write_count = self.memory.writes
 
     @classmethod
-    def by_rule(cls, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    def apply_rule(cls, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """Run an operation by its rule, without the complete tensor. Return NotImplemented if the
         operation has no rule.
 
@@ -438,10 +444,10 @@ class LazyLogits(LazyTensor):
         if (
             isinstance(args[0] if args else None, LazyLogits)
             and args[0].classes is not None
-            and name not in ANY_SHAPE
+            and name not in ANY_SHAPE_RULES
         ):
             return NotImplemented
-        return super().by_rule(func, name, args, kwargs)
+        return super().apply_rule(func, name, args, kwargs)
 
     def write(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """Run an operation that changes these logits in place. The logits become another recorded
@@ -468,10 +474,10 @@ class LazyLogits(LazyTensor):
         rows = tensors_in((args, kwargs), LazyLogits)
         follow = all(x.follows_rules() for x in rows)
         if follow and (torch.is_grad_enabled() or not current.requires_grad):
-            out_of_place = method(plain)
+            out_of_place = tensor_method(plain)
             replacement = NotImplemented
             if out_of_place is not None and plain in self.row_rules:
-                replacement = self.by_rule(out_of_place, plain, args, kwargs)
+                replacement = self.apply_rule(out_of_place, plain, args, kwargs)
             has_same_form = isinstance(replacement, LazyLogits) and (
                 replacement.shape,
                 replacement.dtype,
@@ -488,7 +494,7 @@ class LazyLogits(LazyTensor):
             # torch forbids writes to a view of a tensor that was made under no_grad.
             real[id(current)] = real[id(current)].detach()
         current.become(real[id(current)])
-        args, kwargs = changed_arguments(args, kwargs, LazyLogits, lambda leaf: real[id(leaf)])
+        args, kwargs = change_arguments(args, kwargs, LazyLogits, lambda leaf: real[id(leaf)])
         result = func(*args, **kwargs)
         if real[id(current)].shape != self.shape:
             raise StreamBPError(
@@ -521,5 +527,5 @@ class LazyLogits(LazyTensor):
                     return x.values()
                 return x.materialized_tensor.detach()
 
-        args, kwargs = changed_arguments(args, kwargs or {}, LazyLogits, real)
+        args, kwargs = change_arguments(args, kwargs or {}, LazyLogits, real)
         return func(*args, **kwargs)

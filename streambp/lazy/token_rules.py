@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch._C import TensorBase
 
-from streambp.device import is_elsewhere
-from streambp.foreign import method, torch_own
+from streambp.device import names_other_device
+from streambp.foreign import tensor_method, torch_own
 from streambp.lazy.base import LazyTensor
-from streambp.lazy.expression import Call
+from streambp.lazy.expression import RecordedCall
 from streambp.lazy.row_rules import gather
 from streambp.lazy.tensor import LazyLogits
 
@@ -71,19 +71,26 @@ def index(x: LazyTensor, at: Any) -> Any:
     if entries == slice(None):
         return tokens
     width = len(range(*entries.indices(tokens.width)))
-    part = Call(
+    part = RecordedCall(
         TensorBase.__getitem__,
         (tokens.node, (slice(None), entries)),
         {},
         tokens.requires_grad,
         "slice",
     )
-    return tokens.make(part, width, tokens.dtype, tokens.requires_grad).sharing(tokens)
+    return tokens.make(part, width, tokens.dtype, tokens.requires_grad).share_memory_with(tokens)
 
 
 # Operation along one dimension -> index of the dimension argument.
-ALONG = {"unbind": 0, "split": 1, "chunk": 1, "select": 0, "narrow": 0, "index_select": 0}
-SEVERAL = ("unbind", "split", "chunk")  # return a tuple of parts
+TOKEN_DIM_ARGUMENT = {
+    "unbind": 0,
+    "split": 1,
+    "chunk": 1,
+    "select": 0,
+    "narrow": 0,
+    "index_select": 0,
+}
+SPLITTING_OPERATIONS = ("unbind", "split", "chunk")  # return a tuple of parts
 
 
 def is_of_tokens(x: LazyTensor, dim: Any) -> bool:
@@ -117,7 +124,7 @@ def apply_along_dim(
         positional[at] = dim % x.dim()  # positions [*tokens, k] have the same dimension
     else:
         kwargs["dim"] = dim % x.dim()
-    if name in SEVERAL:
+    if name in SPLITTING_OPERATIONS:
         parts = range(
             len(method(torch.empty(*x.shape[:-1], 1, device="meta"), *positional, **kwargs))
         )
@@ -234,7 +241,7 @@ def to(x: LazyTensor, *args: Any, **kwargs: Any) -> Any:
     targets = [*args, *kwargs.values()]
     dtypes = [value for value in targets if isinstance(value, torch.dtype)]
     dtypes += [value.dtype for value in targets if isinstance(value, Tensor)]
-    if is_elsewhere(x, targets):
+    if names_other_device(x, targets):
         return NotImplemented
     dtype = dtypes[0] if dtypes else x.dtype
     if dtype == x.dtype:
@@ -244,7 +251,7 @@ def to(x: LazyTensor, *args: Any, **kwargs: Any) -> Any:
     return NotImplemented
 
 
-def _iterated(x: LazyTensor) -> Any:
+def _iterate(x: LazyTensor) -> Any:
     """Return an iterator over the first dimension of a lazy tensor [*tokens, W]; NotImplemented for
     a lazy tensor [W]."""
     if x.dim() > 1:
@@ -252,7 +259,7 @@ def _iterated(x: LazyTensor) -> Any:
     return NotImplemented
 
 
-def _contiguous(x: LazyTensor, *_: Any, **__: Any) -> Any:
+def _make_contiguous(x: LazyTensor, *_: Any, **__: Any) -> Any:
     """Return the lazy tensor itself. If the complete tensor would not be contiguous, return a lazy
     copy, which is."""
     if not x.is_view or (x.classes is None and x.origin.is_contiguous()):
@@ -260,7 +267,7 @@ def _contiguous(x: LazyTensor, *_: Any, **__: Any) -> Any:
     return x.copy_with()
 
 
-def _in_float32(x: LazyTensor, *_: Any, **__: Any) -> Any:
+def _cast_to_float32(x: LazyTensor, *_: Any, **__: Any) -> Any:
     """Cast a lazy tensor to float32 (`.float()`), but keep float64; NotImplemented for integers and
     bools."""
     if x.casts_to(torch.float32):
@@ -271,7 +278,7 @@ def _in_float32(x: LazyTensor, *_: Any, **__: Any) -> Any:
 # Names of torch's functions and of equal methods. See `foreign.py`.
 TOKEN_RULES: dict[str, Callable[..., Any]] = {
     "__getitem__": index,
-    "__iter__": _iterated,
+    "__iter__": _iterate,
     "view": view,
     "reshape": view,
     "flatten": flatten,
@@ -282,13 +289,13 @@ TOKEN_RULES: dict[str, Callable[..., Any]] = {
     "swapaxes": transpose,
     "swapdims": transpose,
     "permute": permute,
-    "contiguous": _contiguous,
-    "float": _in_float32,
+    "contiguous": _make_contiguous,
+    "float": _cast_to_float32,
     "to": to,
     **{
         name: functools.partial(apply_along_dim, torch_method, at, name)
-        for name, at in ALONG.items()
-        if (torch_method := method(name)) is not None
+        for name, at in TOKEN_DIM_ARGUMENT.items()
+        if (torch_method := tensor_method(name)) is not None
     },
     # Methods that use the stand-in's dtype and device only.
     **{

@@ -16,7 +16,7 @@ from streambp.losses.ppo import PPOLoss, gae, ppo_loss, whiten
 
 __all__ = ["PPOLoss", "gae", "ppo_loss", "whiten"]
 
-LEAVING = (
+DEPRECATED_NAMES = (
     "DPO_LOSSES",
     "F_DIVERGENCES",
     "GRPO_LOSSES",
@@ -30,7 +30,7 @@ LEAVING = (
 def __getattr__(name: str) -> Any:
     """Return a loss function by name, with a FutureWarning: the next release removes these
     functions from `streambp.losses`. The code is in examples/objectives.py."""
-    if name not in LEAVING:
+    if name not in DEPRECATED_NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     warnings.warn(
         f"Copy examples/objectives.py, which has {name}: streambp.losses has it for the last time.",

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from streambp.tensors import Kind, check_tensors
+from streambp.tensors import DtypeKind, check_tensors
 
 
 def check_shapes(like: Tensor, *, name: str = "log_probs", **tensors: Tensor | None) -> None:
@@ -19,9 +19,9 @@ def check_shapes(like: Tensor, *, name: str = "log_probs", **tensors: Tensor | N
     Raises:
         StreamBPError: a tensor has another shape or dtype.
     """
-    floating: Kind = "floating"
+    floating: DtypeKind = "floating"
     tensors_by_name = {name: like, **tensors}
-    specifications: dict[str, tuple[Tensor | None, str, Kind]] = {}
+    specifications: dict[str, tuple[Tensor | None, str, DtypeKind]] = {}
     for key, x in tensors_by_name.items():
         specifications[key] = x, "B T", floating
         if key.endswith("mask"):

@@ -10,7 +10,7 @@ from torch import Tensor
 from streambp.errors import StreamBPError
 from streambp.losses.masked import check_shapes, masked_mean, within
 
-EPS = 1e-8  # for `whiten`
+WHITEN_EPS = 1e-8  # for `whiten`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,7 +156,7 @@ def whiten(values: Tensor, mask: Tensor, *, shift_mean: bool = True) -> Tensor:
     values = within(mask, values)
     mean = masked_mean(values, mask)
     variance = masked_mean((values - mean).square(), mask)
-    whitened = (values - mean) * torch.rsqrt(variance + EPS)
+    whitened = (values - mean) * torch.rsqrt(variance + WHITEN_EPS)
     if not shift_mean:
         whitened = whitened + mean
     return within(mask, whitened)

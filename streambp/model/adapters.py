@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 from collections.abc import Iterable
 
-from streambp.layer.expert_adapters import ExpertReading
+from streambp.layer.expert_adapters import LoraParameter
 from streambp.layer.layer_state import LayerState
 
 
@@ -22,13 +22,13 @@ def adapter_notes(layer_states: Iterable[LayerState]) -> list[str]:
     reasons_of_experts = collections.Counter[str]()
     for layer_state in layer_states:
         by_name = {} if layer_state.fingerprint.last is None else layer_state.adapters
-        for name, reading in by_name.items():
-            why = reading.why or reading.why_in_call
-            if isinstance(reading, ExpertReading):
+        for name, lora_module in by_name.items():
+            why = lora_module.why or lora_module.why_in_call
+            if isinstance(lora_module, LoraParameter):
                 if why is None:
                     number_of_factored += 1
                 else:
-                    reasons_of_experts[f"{reading.module.parameter_name}: {why}"] += 1
+                    reasons_of_experts[f"{lora_module.module.parameter_name}: {why}"] += 1
             elif why is None:
                 number_of_fused += 1
             else:

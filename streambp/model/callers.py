@@ -24,7 +24,7 @@ from streambp.errors import StreamBPError
 from streambp.known_names import CPT_FORWARD, PREDICTION, TRAINERS_LOSS
 
 # their own trainers read the loss alone, or request logits
-LIBRARIES = ("transformers", "trl", "streambp")
+TRAINER_LIBRARIES = ("transformers", "trl", "streambp")
 MAX_FRAMES = 24  # maximal number of frames between a model's forward and its caller
 
 
@@ -51,10 +51,13 @@ def computes_its_own_loss() -> bool:
 def _overrides(frame: FrameType) -> bool:
     """True if the `compute_loss` method that this frame runs is defined by a Trainer subclass
     outside of the known libraries. Such a method may read the logits."""
-    if str(frame.f_globals.get("__name__")).partition(".")[0] in LIBRARIES:
+    if str(frame.f_globals.get("__name__")).partition(".")[0] in TRAINER_LIBRARIES:
         return False
     for cls in type(frame.f_locals.get("self")).__mro__:
-        if cls.__name__ == TRAINERS_LOSS[1] and cls.__module__.partition(".")[0] == LIBRARIES[0]:
+        if (
+            cls.__name__ == TRAINERS_LOSS[1]
+            and cls.__module__.partition(".")[0] == TRAINER_LIBRARIES[0]
+        ):
             return True
     return False
 
@@ -65,11 +68,11 @@ def wants_predictions() -> bool:
     passed. The function inspects the running Python frames."""
     return any(
         frame.f_code.co_name == PREDICTION[0] and frame.f_locals.get(PREDICTION[1]) is False
-        for frame in _running()
+        for frame in _stack_frames()
     )
 
 
-def _running() -> Iterator[FrameType]:
+def _stack_frames() -> Iterator[FrameType]:
     """Yield the Python frames of the current call stack, innermost first, among which the caller of
     the model is searched."""
     frame: FrameType | None = sys._getframe(1)
@@ -78,9 +81,17 @@ def _running() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-LOGITS = "logits"
-TEST_FOR_NONE = ("transformers", "accelerate", "trl", "peft", "torch", "deepspeed", "streambp")
-REMEDY = (
+LOGITS_KEY = "logits"
+LIBRARIES_TESTING_NONE = (
+    "transformers",
+    "accelerate",
+    "trl",
+    "peft",
+    "torch",
+    "deepspeed",
+    "streambp",
+)
+NO_LOGITS_REMEDY = (
     "the loss was computed without them, because labels were passed. Set "
     "StreamConfig(lazy_logits=True) to compute logits at their first use (in eval mode "
     "eval_logits=True), or leave labels out of the call."
@@ -94,14 +105,14 @@ class NoLogitsError(StreamBPError, KeyError):
         return str(self.args[0])
 
 
-class LeftOut:
+class NoLogitsMixin:
     """Mixin for a `ModelOutput` whose field `logits` is None because labels were passed. Reading
     the field warns."""
 
     def __getattribute__(self, name: str) -> Any:
         value = super().__getattribute__(name)
-        if name == LOGITS and value is None:
-            _tell()
+        if name == LOGITS_KEY and value is None:
+            _warn_of_read()
         return value
 
     def get(self, name: Any, default: Any = None) -> Any:
@@ -109,13 +120,13 @@ class LeftOut:
         has none."""
         if name in self:  # type: ignore[attr-defined, operator]
             return self[name]
-        if name == LOGITS:
-            _tell()
+        if name == LOGITS_KEY:
+            _warn_of_read()
         return default
 
     def __getitem__(self, name: Any) -> Any:
-        if name == LOGITS and name not in self.keys():  # type: ignore[attr-defined]
-            raise NoLogitsError(f"The output has no logits: {REMEDY}")
+        if name == LOGITS_KEY and name not in self.keys():  # type: ignore[attr-defined]
+            raise NoLogitsError(f"The output has no logits: {NO_LOGITS_REMEDY}")
         return super().__getitem__(name)  # type: ignore[misc]
 
     def __reduce__(self) -> Any:
@@ -123,16 +134,16 @@ class LeftOut:
         return kind(**dict(self.items())).__reduce__()  # type: ignore[attr-defined]
 
 
-def _tell() -> None:
+def _warn_of_read() -> None:
     """Warn that logits are None, at the source line that reads them. Reads by libraries do not
     warn, because libraries test for None."""
     home = str(sys._getframe(2).f_globals.get("__name__"))
-    if home.partition(".")[0] not in TEST_FOR_NONE:
-        warnings.warn(f"logits is None: {REMEDY}", stacklevel=3)
+    if home.partition(".")[0] not in LIBRARIES_TESTING_NONE:
+        warnings.warn(f"logits is None: {NO_LOGITS_REMEDY}", stacklevel=3)
 
 
 @functools.cache
-def left_out(kind: type[Any]) -> type[Any]:
+def without_logits(kind: type[Any]) -> type[Any]:
     """Return a subclass of a `ModelOutput` class, under the same name, for the outputs of calls
     with labels. Reading the logits of its instances warns."""
-    return type(kind.__name__, (LeftOut, kind), {"__module__": kind.__module__})
+    return type(kind.__name__, (NoLogitsMixin, kind), {"__module__": kind.__module__})

@@ -21,24 +21,33 @@ from streambp.foreign import foreign_forward, foreign_of_class, trls_head
 from streambp.head.log_probs import TokenLogProbs
 from streambp.head.recipe import HeadRequest
 from streambp.instance_forward import InstanceForward, has_backward_hooks, is_fsdp_unit
-from streambp.known_names import ASKS_TRLS_HEAD, TRLS_FORWARD
-from streambp.layer.oom import explaining
-from streambp.lazy.deferred import LazyHidden
+from streambp.known_names import FUSED_HEAD_ARGUMENT, TRLS_FORWARD
+from streambp.layer.oom import explain_memory_errors
 from streambp.lazy.dispatch import lazy_logits
-from streambp.model.callers import LOGITS, computes_its_own_loss, left_out, wants_predictions
-from streambp.model.deferring import DeferredForward, HeldHead
+from streambp.lazy.lazy_hidden import LazyHidden
+from streambp.model.callers import (
+    LOGITS_KEY,
+    computes_its_own_loss,
+    wants_predictions,
+    without_logits,
+)
 from streambp.model.empty_batches import EmptyBatchWarning, LossOfLabels, any_label
+from streambp.model.head_deferral import DeferredForward, HeldHead
 from streambp.model.padding import hides_padding, warn_of_labels_after_padding
 from streambp.model.split import find_split
 from streambp.model.state import PatchState, has_cache, names_cache, wants_cache
 
-BLOCKWISE = "blockwise loss, no logits"
-WITHOUT_LABELS = (
+LOSS_BLOCKWISE = "blockwise loss, no logits"
+LOSS_WITHOUT_LABELS = (
     "as its caller computes it, from logits [B, T, V] (a call without labels), costs memory"
 )
-AS_UNPATCHED = "as the unpatched model computes it, from logits [B, T, V]: they fit many times over"
-PREDICTED = "evaluations build the logits, which a Trainer takes for metrics or as predictions"
-WITH_LOGITS = "builds the logits: the call had a cache"
+LOSS_UNPATCHED = (
+    "as the unpatched model computes it, from logits [B, T, V]: they fit many times over"
+)
+LOSS_OF_PREDICTIONS = (
+    "evaluations build the logits, which a Trainer takes for metrics or as predictions"
+)
+LOSS_WITH_LOGITS = "builds the logits: the call had a cache"
 
 
 class CausalLMForward(InstanceForward):
@@ -95,7 +104,7 @@ class CausalLMForward(InstanceForward):
                 trls = trls_head(getattr(self.previous, "__func__", None))
             if (
                 trls is not None
-                and not kwargs.get(ASKS_TRLS_HEAD)
+                and not kwargs.get(FUSED_HEAD_ARGUMENT)
                 and isinstance(trls[TRLS_FORWARD], MethodType)
             ):
                 # The method in TRL's head is bound to the original model; a copy must bind the
@@ -125,7 +134,9 @@ class CausalLMForward(InstanceForward):
                 and kwargs.get("attention_mask") is not None
             ):
                 attention = own_implementation(self.module.config.get_text_config())  # type: ignore[operator, union-attr]
-                if attention == "eager" or self._biased:  # an empty row of the mask gives the mean
+                if (
+                    attention == "eager" or self._has_bias
+                ):  # an empty row of the mask gives the mean
                     self.state.history.warned_of_padding = warn_of_labels_after_padding(kwargs)
             if labels is None and want_log_probs:
                 raise StreamBPError(
@@ -159,7 +170,7 @@ class CausalLMForward(InstanceForward):
                 if labels is not None or self._trains:
                     self._note(
                         self._trains,
-                        WITHOUT_LABELS if labels is None else WITH_LOGITS,
+                        LOSS_WITHOUT_LABELS if labels is None else LOSS_WITH_LOGITS,
                         labels is not None,
                     )
                 return output
@@ -167,7 +178,7 @@ class CausalLMForward(InstanceForward):
                 scored, tokens, _ = self.score(kwargs, ())
                 kind: Any = _with_log_probs(scored.__class__)
                 return kind(**scored, log_probs=tokens.log_probs)
-            output = None if self.state.unpatched is None else self._unstreamed(kwargs)
+            output = None if self.state.unpatched is None else self._run_unpatched(kwargs)
             if output is None:
                 return self._with_head(kwargs, HeadRequest(self.state.pending), hands_out=True)
             return output
@@ -281,7 +292,7 @@ class CausalLMForward(InstanceForward):
             output = _without_nan(output, labelled)
             if self._trains:
                 self.empty_batches.check(labelled)
-        how = BLOCKWISE
+        how = LOSS_BLOCKWISE
         if request.outcome.built_for is not None:
             how = f"builds the logits: the loss uses {request.outcome.built_for} on them, costs memory"
         elif not request.outcome.loss_in_blocks:
@@ -291,13 +302,13 @@ class CausalLMForward(InstanceForward):
             )
         elif request.outcome.hidden_built_for is not None:
             how = (
-                f"{BLOCKWISE}; the final norm's output is computed for the model's "
+                f"{LOSS_BLOCKWISE}; the final norm's output is computed for the model's "
                 f"{request.outcome.hidden_built_for}"
             )
         self._note(self._trains, how, lazy=lazy)
         return output
 
-    def _unstreamed(self, kwargs: dict[str, Any]) -> Any:
+    def _run_unpatched(self, kwargs: dict[str, Any]) -> Any:
         """Run the model's own forward and loss without chunks and without recomputation, and return
         the output. Return None if this training micro-batch is too large for that. [Note:
         micro-batches as unpatched]"""
@@ -325,11 +336,11 @@ class CausalLMForward(InstanceForward):
                 self.empty_batches.check(labelled)
             return type(output)(**fields)
 
-        output = self.state.as_unpatched(
+        output = self.state.run_unpatched(
             run, kwargs, config, lambda: hides_padding(self.module, self.state, kwargs)
         )
         if output is not None:
-            self._note(trains, AS_UNPATCHED)
+            self._note(trains, LOSS_UNPATCHED)
         return output
 
     def _is_lazy(self, kwargs: dict[str, Any]) -> bool:
@@ -367,7 +378,7 @@ class CausalLMForward(InstanceForward):
         return tuple(norm for norm in self.norms if not any(norm.children()))
 
     @functools.cached_property
-    def _biased(self) -> bool:
+    def _has_bias(self) -> bool:
         return biases_positions(self.module)
 
     @property
@@ -392,7 +403,7 @@ class CausalLMForward(InstanceForward):
                 "same tensor as labels and shift_labels."
             )
 
-    @explaining("in the model around its layers")
+    @explain_memory_errors("in the model around its layers")
     def _run(self, kwargs: dict[str, Any], request: HeadRequest) -> Any:
         hidden_wanted = kwargs.get("output_hidden_states") or getattr(
             self.module.config, "output_hidden_states", False
@@ -454,8 +465,8 @@ class CausalLMForward(InstanceForward):
                 name for name, value in fields.items() if isinstance(value, LazyHidden)
             )
         kind: Any = type(output)
-        if isinstance(fields.get(LOGITS), LazyHidden):
-            kind = left_out(kind)
+        if isinstance(fields.get(LOGITS_KEY), LazyHidden):
+            kind = without_logits(kind)
         return kind(**{k: v for k, v in fields.items() if not isinstance(v, LazyHidden)})
 
 

@@ -39,17 +39,17 @@ from streambp.model.compiled_regions import compile_regions
 from streambp.model.fused_layers import (
     AttributeChange,
     Attributes,
+    DeviceForward,
     InstalledKernels,
     NoKernelsError,
-    OnDevice,
-    WithRotation,
+    RotationGlobals,
     fused_modules,
-    globals_that_turn,
     install_kernels,
+    rotation_globals,
 )
 from streambp.source import with_globals
 
-HALF = 4  # half of a head's features in the comparison of rotations
+HALF_FEATURES = 4  # half of a head's features in the comparison of rotations
 
 
 def choose_kernels(model: nn.Module, config: StreamConfig) -> InstalledKernels:
@@ -70,7 +70,7 @@ def choose_kernels(model: nn.Module, config: StreamConfig) -> InstalledKernels:
         return install_kernels(model)
     if config.kernels == "compiled":
         return compile_regions(model)
-    device = None if config.kernels == "own" else accelerator()
+    device = None if config.kernels == "own" else kernel_device()
     if device is None:
         return InstalledKernels()
     causal = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
@@ -78,7 +78,9 @@ def choose_kernels(model: nn.Module, config: StreamConfig) -> InstalledKernels:
         return InstalledKernels()
     rotations: dict[nn.Module, Callable[..., Any]] = {}
     try:
-        fused = install_kernels(model, functools.partial(by_device, device.type, rotations))
+        fused = install_kernels(
+            model, functools.partial(dispatch_by_device, device.type, rotations)
+        )
     except NoKernelsError as error:
         return InstalledKernels(why_own=f"{error.fault}.")
     except MissingLibraryError as error:
@@ -87,7 +89,7 @@ def choose_kernels(model: nn.Module, config: StreamConfig) -> InstalledKernels:
         return InstalledKernels(
             why_own=f"Liger cannot be imported ({type(error).__name__}: {error})."
         )
-    if (reason := without_driver(device.type)) is not None:
+    if (reason := why_no_driver(device.type)) is not None:
         fused.uninstall()
         return InstalledKernels(why_own=reason)
     if config.products:
@@ -96,27 +98,27 @@ def choose_kernels(model: nn.Module, config: StreamConfig) -> InstalledKernels:
     turns_alike: dict[Callable[..., Any], bool] = {}
     for module, rotation in rotations.items():
         # All names are restored here, so the comparison uses the model's own rotation.
-        space = globals_that_turn(module)
+        space = rotation_globals(module)
         if space is None:
             continue
         family_rotation = space[ROTARY]
         if family_rotation not in turns_alike:
-            turns_alike[family_rotation] = turns_halves(family_rotation)
+            turns_alike[family_rotation] = rotates_halves(family_rotation)
         if turns_alike[family_rotation]:
-            namespace = WithRotation(space, rotation, device.type)
+            namespace = RotationGlobals(space, rotation, device.type)
             forward = types.MethodType(with_globals(namespace, type(module).forward), module)
             module.__dict__["forward"] = forward
             bound.append(AttributeChange(module, "forward", None, forward, False))
     return dataclasses.replace(fused, changes=(*fused.changes, *bound))
 
 
-def accelerator() -> torch.device | None:
+def kernel_device() -> torch.device | None:
     """Return the accelerator device of this process, for which kernels="auto" chooses kernels; None
     if the process has none."""
     return torch.accelerator.current_accelerator(check_available=True)
 
 
-def without_driver(kind: str) -> str | None:
+def why_no_driver(kind: str) -> str | None:
     """Return the reason why Triton cannot launch Liger's kernels on devices of this type; None if
     it can."""
     try:
@@ -129,7 +131,7 @@ def without_driver(kind: str) -> str | None:
     return f"Triton's kernels run on devices of type {driver_kind!r} here, and not on {kind!r}."
 
 
-def by_device(
+def dispatch_by_device(
     kind: str, rotations: dict[nn.Module, Callable[..., Any]], attributes: Attributes
 ) -> set[nn.Module]:
     """Change the forwards that Liger bound to modules: Liger's code then runs on devices of type
@@ -158,15 +160,17 @@ def by_device(
         if isinstance(forward, types.MethodType) and len(inspect.signature(forward).parameters) > 1:
             to_restore.add(module)
         elif isinstance(forward, types.MethodType):
-            module.__dict__["forward"] = types.MethodType(OnDevice(forward.__func__, kind), module)
+            module.__dict__["forward"] = types.MethodType(
+                DeviceForward(forward.__func__, kind), module
+            )
         elif forward is None:
-            rotation: Any = (globals_that_turn(module) or {}).get(ROTARY)
+            rotation: Any = (rotation_globals(module) or {}).get(ROTARY)
             if home_of(rotation).partition(".")[0] == LIGER:
                 rotations[module] = rotation
     return to_restore
 
 
-def turns_halves(rotation: Callable[..., Any]) -> bool:
+def rotates_halves(rotation: Callable[..., Any]) -> bool:
     """True if a modeling file's rotary embedding function pairs the same features as Liger's
     kernel. Only such a function is replaced by Liger's.
 
@@ -176,13 +180,19 @@ def turns_halves(rotation: Callable[..., Any]) -> bool:
     generator = torch.Generator().manual_seed(0)
     # [B, H, T, D]
     q, k = (
-        torch.randn(1, heads, 3, 2 * HALF, generator=generator, device="cpu") for heads in (2, 1)
+        torch.randn(1, heads, 3, 2 * HALF_FEATURES, generator=generator, device="cpu")
+        for heads in (2, 1)
     )
-    angles = torch.randn(1, 3, HALF, generator=generator, device="cpu").repeat(1, 1, 2)  # [B, T, D]
+    angles = torch.randn(1, 3, HALF_FEATURES, generator=generator, device="cpu").repeat(
+        1, 1, 2
+    )  # [B, T, D]
     cos, sin = angles.cos(), angles.sin()
 
     def rotate_halves(x: Tensor) -> Tensor:
-        return x * cos[:, None] + torch.cat((-x[..., HALF:], x[..., :HALF]), -1) * sin[:, None]
+        return (
+            x * cos[:, None]
+            + torch.cat((-x[..., HALF_FEATURES:], x[..., :HALF_FEATURES]), -1) * sin[:, None]
+        )
 
     try:
         rotated = rotation(q.clone(), k.clone(), cos, sin)

@@ -37,35 +37,35 @@ from torch.utils._triton import has_triton
 
 from streambp.admission.stacks import find_stacks
 from streambp.device import has_data
-from streambp.foreign import REGION, compiled_inside, is_compiled
+from streambp.foreign import REGION_ATTRIBUTE, compiled_submodules, is_compiled
 from streambp.known_names import (
     ACCELERATE_HOOK,
     FUSED_MLP,
     GATED_MLP,
     MODULE_TABLES,
     ROTARY,
-    ROTATED,
+    ROTARY_PARAMETERS,
 )
 from streambp.model.fused_layers import (
     TEST_SIZE,
     AttributeChange,
     InstalledKernels,
-    WithRotation,
+    RotationGlobals,
     compilers_marks,
-    globals_that_turn,
+    rotation_globals,
 )
 from streambp.source import with_globals
 
 BACKEND = "inductor"
-COMPILERS = ("cc", "gcc", "clang", "g++", "clang++", "cl")  # inductor's code needs one of these
-GRAPHS = 64  # limit for a region before torch runs it eagerly; torch's default is 8
-NORMS = "Norm"  # part of the class names of norms
-NUMBER = re.compile(r"\.\d+")  # index of an expert: all experts share one role
+C_COMPILERS = ("cc", "gcc", "clang", "g++", "clang++", "cl")  # inductor's code needs one of these
+MAX_GRAPHS = 64  # limit for a region before torch runs it eagerly; torch's default is 8
+NORM_CLASS_PART = "Norm"  # part of the class names of norms
+EXPERT_INDEX = re.compile(r"\.\d+")  # index of an expert: all experts share one role
 TENSOR_TYPES = (Tensor, nn.Parameter)
 PARAMETERS, _, MODULES = MODULE_TABLES
 
 
-class Compiler:
+class RegionCompiler:
     """Compiles the norms, MLP activations and rotations of one model with torch.compile. Counts the
     compiled graphs and the seconds of compilation.
 
@@ -81,12 +81,15 @@ class Compiler:
         self.compiled_functions: dict[Any, Callable[..., Any]] = {}
 
     def __reduce__(self) -> Any:
-        return Compiler, ()  # compiled code stays in its process, shared by all copies of the model
+        return (
+            RegionCompiler,
+            (),
+        )  # compiled code stays in its process, shared by all copies of the model
 
-    def __deepcopy__(self, memo: Any) -> Compiler:
+    def __deepcopy__(self, memo: Any) -> RegionCompiler:
         return self
 
-    def compiled(self, function: Any, role: str) -> Callable[..., Any]:
+    def compile_function(self, function: Any, role: str) -> Callable[..., Any]:
         """Return the function compiled with torch.compile. The result is cached for each function
         and role, such as "norm"."""
         if (function, role) not in self.compiled_functions:
@@ -98,7 +101,7 @@ class Compiler:
             copied.__kwdefaults__ = function.__kwdefaults__
             limits: dict[str, Any] = {}
             if "recompile_limit" in inspect.signature(torch.compile).parameters:  # not in 2.11
-                limits["recompile_limit"] = GRAPHS
+                limits["recompile_limit"] = MAX_GRAPHS
 
             def backend(graph: Any, examples: Any, **options: Any) -> Any:
                 self.graphs[role] += 1
@@ -113,12 +116,12 @@ class Compiler:
         return self.compiled_functions[function, role]
 
 
-class Region:
+class CompiledRegion:
     """Forward of a module with one compiled part. The forward of the module's class runs for calls
     that the compiled part does not support.
 
     Args:
-        run: `of_norm` or `of_mlp`, which compute the forward with the compiled part.
+        run: `compute_norm` or `compute_mlp`, which compute the forward with the compiled part.
         compiled: the compiled part, called with (module, tokens [n, h], ...) or with (activation,
             products [n, m], ...).
     """
@@ -136,7 +139,7 @@ class Region:
         return type(module).forward(module, *args, **kwargs) if result is NotImplemented else result
 
 
-def of_norm(compiled: Callable[..., Tensor], module: nn.Module, *tensors: Any) -> Any:
+def compute_norm(compiled: Callable[..., Tensor], module: nn.Module, *tensors: Any) -> Any:
     """Return the norm of x [..., h], computed with the compiled function. Return NotImplemented, so
     that the module's own forward runs, if the arguments are not x and, for some norms, gates [...,
     h].
@@ -147,14 +150,14 @@ def of_norm(compiled: Callable[..., Tensor], module: nn.Module, *tensors: Any) -
         tensors: x, and the gates if there are any.
     """
     shapes_are_equal = bool(tensors) and all(
-        runs(x) and x.shape == tensors[0].shape for x in tensors
+        can_compute(x) and x.shape == tensors[0].shape for x in tensors
     )
-    if not shapes_are_equal or not _several(tensors[0]):
+    if not shapes_are_equal or not _has_several_tokens(tensors[0]):
         return NotImplemented
-    return compiled(module, *(by_token(x) for x in tensors)).view(tensors[0].shape)
+    return compiled(module, *(flatten_tokens(x) for x in tensors)).view(tensors[0].shape)
 
 
-def of_mlp(compiled: Callable[..., Tensor], module: nn.Module, *args: Any) -> Any:
+def compute_mlp(compiled: Callable[..., Tensor], module: nn.Module, *args: Any) -> Any:
     """Return the result [..., h] of a gated MLP for x [..., h]. Return NotImplemented, so that the
     module's own forward runs, if the arguments are not one tensor x.
 
@@ -166,22 +169,22 @@ def of_mlp(compiled: Callable[..., Tensor], module: nn.Module, *args: Any) -> An
         module: the MLP.
         args: x.
     """
-    if len(args) != 1 or not runs(args[0]) or not _several(args[0]):
+    if len(args) != 1 or not can_compute(args[0]) or not _has_several_tokens(args[0]):
         return NotImplemented
     (x,) = args
-    *entries, down, act = (getattr(module, name) for name in names_of(module))
-    middle = compiled(act, *(by_token(entry(x)) for entry in entries))
+    *entries, down, act = (getattr(module, name) for name in mlp_attribute_names(module))
+    middle = compiled(act, *(flatten_tokens(entry(x)) for entry in entries))
     return down(middle.view(*x.shape[:-1], middle.shape[-1]))
 
 
-def gated(act: Callable[[Tensor], Tensor], *products: Tensor) -> Tensor:
+def gate_product(act: Callable[[Tensor], Tensor], *products: Tensor) -> Tensor:
     """Return act(gate) * up [n, m], the compiled part of a gated MLP, from gate and up [n, m], or
     from one tensor [n, 2 m] with gate before up."""
     gate, up = products if len(products) > 1 else products[0].chunk(2, -1)
     return act(gate) * up
 
 
-def names_of(module: nn.Module) -> tuple[str, ...]:
+def mlp_attribute_names(module: nn.Module) -> tuple[str, ...]:
     """Return the attribute names of the Linears and of the activation in a gated MLP; () for other
     modules."""
     return next(
@@ -190,11 +193,11 @@ def names_of(module: nn.Module) -> tuple[str, ...]:
     )
 
 
-class WithCompiledRotation(WithRotation):
+class CompiledRotationGlobals(RotationGlobals):
     """Dict of global variables for a copy of an attention module's forward. The globals are those
     of the modeling file, with a compiled function in place of `apply_rotary_pos_emb`."""
 
-    home = REGION
+    home = REGION_ATTRIBUTE
 
     def apply_rotary(
         self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any
@@ -210,34 +213,34 @@ class WithCompiledRotation(WithRotation):
             current is not self.modeling_function
             or args
             or kwargs
-            or not all(map(runs, four))
+            or not all(map(can_compute, four))
             or q.shape[-2] == 1
         ):
             return current(*four, *args, **kwargs)
         # slices of a row
         tables = (x.clone() if x.nbytes < x.untyped_storage().nbytes() else x for x in (cos, sin))
-        return self.fused(*(_any_length(x, 0, x.dim() - 2) for x in (q, k, *tables)))
+        return self.fused(*(_mark_dynamic_length(x, 0, x.dim() - 2) for x in (q, k, *tables)))
 
 
-def runs(x: Any) -> bool:
+def can_compute(x: Any) -> bool:
     """True if compiled code can compute x [...]: x is a plain tensor with data, and the program
     itself is not tracing with torch.compile. Otherwise the module's own forward runs."""
     return type(x) in TENSOR_TYPES and has_data(x) and not torch.compiler.is_compiling()
 
 
-def by_token(x: Tensor) -> Tensor:
+def flatten_tokens(x: Tensor) -> Tensor:
     """Return x [..., h] as [n, h], with n marked as a dynamic size for torch.compile. All n then
     share one graph."""
-    return _any_length(x.reshape(-1, x.shape[-1]), 0)
+    return _mark_dynamic_length(x.reshape(-1, x.shape[-1]), 0)
 
 
-def _several(x: Tensor) -> bool:
+def _has_several_tokens(x: Tensor) -> bool:
     """True if x [n, h] or [B, T, ..., h] has more than one token in each row. A single token would
     need another compiled graph, so the module's own forward runs instead."""
     return x.dim() > 1 and x.shape[min(1, x.dim() - 2)] > 1
 
 
-def _any_length(x: Tensor, *dims: int) -> Tensor:
+def _mark_dynamic_length(x: Tensor, *dims: int) -> Tensor:
     for dim in dims:
         torch._dynamo.maybe_mark_dynamic(x, dim)  # type: ignore[no-untyped-call]
     return x
@@ -258,22 +261,22 @@ def compile_regions(model: nn.Module) -> InstalledKernels:
             changed, the record has the reason.
     """
     device = next((p.device.type for p in model.parameters() if p.device.type != "cpu"), "cpu")
-    if (why := no_compiler(device)) is not None:
+    if (why := why_no_compiler(device)) is not None:
         return InstalledKernels(why_own=why)
-    compiler = Compiler()
+    compiler = RegionCompiler()
     changes: list[AttributeChange] = []
     skipped_classes: set[str] = set()
     passes_by_class: dict[Any, bool] = {}
     for layer in (layer for stack in find_stacks(model).stacks for layer in stack.layers):
         for name, module in layer.named_modules():
-            part = _what(module)
+            part = _compilable_part(module)
             attributes = module.__dict__
             kind = type(module)
             # not the model's own code
             has_other_forward = (
                 ACCELERATE_HOOK in attributes or "forward" in attributes or is_compiled(module)
             )
-            if part is None or module is layer or has_other_forward or compiled_inside(module):
+            if part is None or module is layer or has_other_forward or compiled_submodules(module):
                 continue
             key = (kind, type(getattr(module, "act_fn", None)))
             if key not in passes_by_class:
@@ -282,16 +285,18 @@ def compile_regions(model: nn.Module) -> InstalledKernels:
                 skipped_classes.add(kind.__name__)
                 continue
             region: Any
-            role = NUMBER.sub(".*", name)
+            role = EXPERT_INDEX.sub(".*", name)
             if part == "MLP":
-                region = Region(of_mlp, compiler.compiled(gated, role))
+                region = CompiledRegion(compute_mlp, compiler.compile_function(gate_product, role))
             elif part == "norm":
-                region = Region(of_norm, compiler.compiled(kind.forward, role))
+                region = CompiledRegion(compute_norm, compiler.compile_function(kind.forward, role))
             else:  # the class's forward, with a compiled rotation among its globals
-                space: Any = globals_that_turn(module)
-                namespace = WithCompiledRotation(space, compiler.compiled(space[ROTARY], role), "")
+                space: Any = rotation_globals(module)
+                namespace = CompiledRotationGlobals(
+                    space, compiler.compile_function(space[ROTARY], role), ""
+                )
                 region = with_globals(namespace, kind.forward)
-                setattr(region, REGION, namespace.fused)
+                setattr(region, REGION_ATTRIBUTE, namespace.fused)
             forward = types.MethodType(region, module)
             module.__dict__["forward"] = forward
             changes.append(AttributeChange(module, "forward", None, forward, False))
@@ -300,38 +305,39 @@ def compile_regions(model: nn.Module) -> InstalledKernels:
     return InstalledKernels(tuple(changes), tuple(sorted(skipped_classes)), why, compiler, marks)
 
 
-def no_compiler(device: str) -> str | None:
+def why_no_compiler(device: str) -> str | None:
     """Return the reason why torch.compile cannot compile for this type of device; None if it
     can."""
-    if not any(map(shutil.which, COMPILERS)):
+    if not any(map(shutil.which, C_COMPILERS)):
         return "torch.compile needs a C compiler, and there is none on this machine"
     if device != "cpu" and not has_triton():
         return "torch.compile needs Triton, which does not run on this platform"
     return None
 
 
-def _what(module: nn.Module) -> Literal["MLP", "norm", "rotation"] | None:
+def _compilable_part(module: nn.Module) -> Literal["MLP", "norm", "rotation"] | None:
     """Return which part of a module can be compiled, judged by its structure and names: the whole
     norm, an MLP's activation, or an attention's rotary embedding. None for other modules."""
-    if names_of(module):
+    if mlp_attribute_names(module):
         return "MLP"
     kind = type(module)
     if (
-        NORMS in kind.__name__
+        NORM_CLASS_PART in kind.__name__
         and not [*module.children()]
         and isinstance(kind.forward, types.FunctionType)
     ):
         return None if kind.__module__.startswith("torch.") else "norm"
-    space = globals_that_turn(module)
+    space = rotation_globals(module)
     is_rotary = (
-        space is not None and tuple(inspect.signature(space[ROTARY]).parameters)[:4] == ROTATED
+        space is not None
+        and tuple(inspect.signature(space[ROTARY]).parameters)[:4] == ROTARY_PARAMETERS
     )
     return "rotation" if is_rotary else None
 
 
 def treats_tokens_alike(module: nn.Module) -> bool:
     """True if a norm or an MLP returns the same result when its tokens are passed as [n, h] through
-    `of_norm` or `of_mlp`. The function compares both on random numbers on the host.
+    `compute_norm` or `compute_mlp`. The function compares both on random numbers on the host.
     `compile_regions` compiles only such modules."""
     generator = torch.Generator().manual_seed(0)
 
@@ -347,7 +353,7 @@ def treats_tokens_alike(module: nn.Module) -> bool:
 
     twin = object.__new__(type(module))
     twin.__dict__.update(module.__dict__)
-    names = names_of(module)
+    names = mlp_attribute_names(module)
     try:
         with torch.no_grad():
             if names:
@@ -365,7 +371,7 @@ def treats_tokens_alike(module: nn.Module) -> bool:
                 act = getattr(module, names[-1])
                 class_output = type(module).forward(twin, x)
                 return all(entry_inputs.get(entry) is x for entry in entry_outputs) and torch.equal(
-                    class_output, gated(act, *parts)
+                    class_output, gate_product(act, *parts)
                 )
             parameters = {
                 name: None if p is None else some(TEST_SIZE)

@@ -11,46 +11,54 @@ import torch
 from torch import nn
 
 from streambp.admission.stacks import find_stacks
-from streambp.admission.third_party import hooks_of_others
+from streambp.admission.third_party import third_party_hooks
 from streambp.attention.kernels import MATH
-from streambp.attention.spans import Kind
+from streambp.attention.spans import BlockKind
 from streambp.chunks import AUTO_RULE
 from streambp.distributed.engines import belongs_to_engine
 from streambp.distributed.host import HostUse, engine_host_use
 from streambp.errors import UnsupportedModelError
-from streambp.foreign import REGION, compiled_around, is_compiled
+from streambp.foreign import REGION_ATTRIBUTE, compiled_module_names, is_compiled
 from streambp.instance_forward import forwards
-from streambp.known_names import COMPILED, FORWARD_HOOKS, LIGER
+from streambp.known_names import COMPILED_MODULE_ATTRIBUTE, FORWARD_HOOKS, LIGER
 from streambp.model.adapters import adapter_notes
 from streambp.model.fused_layers import fused_modules
-from streambp.model.last_step import head_of, patch_of, record_of
-from streambp.model.record import NOT_TRIED, UNPATCHED, WHOLE, StepRecord, sized
+from streambp.model.last_step import head_text, patch_of, record_of
+from streambp.model.record import (
+    NOT_TRIED,
+    OUTCOME_UNCHUNKED,
+    OUTCOME_UNPATCHED,
+    StepRecord,
+    size_text,
+)
 from streambp.model.state import PatchState
 from streambp.model.wrappers import BackboneForward, LayerForward
 from streambp.offload.free_memory import local_ranks
-from streambp.offload.moving import HostChoice
+from streambp.offload.host_choice import HostChoice
 from streambp.offload.weights import HostWeights
-from streambp.prefixes.calls import UNREMARKABLE
+from streambp.prefixes.calls import UNREPORTED_REASONS
 from streambp.reporting import report_safely
 
-BLOCKS = MappingProxyType(
+BLOCK_TEXTS = MappingProxyType(
     {
-        Kind.FULL: "what other kernels leave over",
-        Kind.CAUSAL: "what other kernels leave over",
-        Kind.BAND: "the near edges of sliding windows",
-        Kind.MASK: "attention masks that are no intervals",
+        BlockKind.FULL: "what other kernels leave over",
+        BlockKind.CAUSAL: "what other kernels leave over",
+        BlockKind.BAND: "the near edges of sliding windows",
+        BlockKind.MASK: "attention masks that are no intervals",
     }
 )
-CAME_LATER = (
+REASON_ADDED_LATER = (
     "patch the model again to stream it: it came into the model after streambp.patch, and costs "
     "memory"
 )
-LIGERS = "Liger's kernels"
-REGIONS = "compiled regions"
-FASTER = 0.1  # seconds a step that offload="cpu" must save before a note proposes it
-LOST = "could not be told"
-APART = "not noted: another module than their backbone called the layers, which trained as below"
-TAKEN_OUT = "it was taken out of the model after streambp.patch"
+LIGER_TEXT = "Liger's kernels"
+REGIONS_TEXT = "compiled regions"
+MIN_SAVED_SECONDS = 0.1  # seconds a step that offload="cpu" must save before a note proposes it
+UNKNOWN_TEXT = "could not be told"
+OTHER_CALLER_TEXT = (
+    "not noted: another module than their backbone called the layers, which trained as below"
+)
+REASON_TAKEN_OUT = "it was taken out of the model after streambp.patch"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,8 +111,8 @@ class Description:
             if path == "streams" and reason.startswith(NOT_TRIED):
                 path = NOT_TRIED
                 reason = reason.removeprefix(NOT_TRIED).removeprefix("; ")
-            elif path == "streams" and step is not None and step.way == UNPATCHED:
-                path = UNPATCHED
+            elif path == "streams" and step is not None and step.way == OUTCOME_UNPATCHED:
+                path = OUTCOME_UNPATCHED
                 reason = "; ".join(filter(None, ("longer steps stream", reason)))
             lines.append(
                 f"{path}: {len(names)} x {kind} ({span})" + (f", {reason}" if reason else "")
@@ -119,7 +127,7 @@ class Description:
             ("saves", saves or "nothing but each layer's input"),
             ("offload", self.offload),
             ("attention", self.attention),
-            *((("memory", f"{sized(peak)} at the peak so far"),) if peak is not None else ()),
+            *((("memory", f"{size_text(peak)} at the peak so far"),) if peak is not None else ()),
             ("head", self.head),
             *(("note", note) for note in self.notes),
         ]
@@ -130,7 +138,7 @@ class Description:
         )
         last = NOT_TRIED if step is None else str(step)
         if step is None and self.bypasses_backbone:
-            last = APART
+            last = OTHER_CALLER_TEXT
         elif step is None and called:
             last = "none with gradients yet"
         return "\n".join((f"last step: {last}", *(f"{name:<11} {value}" for name, value in rows)))
@@ -154,7 +162,7 @@ def describe(model: nn.Module) -> Description:
     lost: list[str] = []
 
     def lost_text(why: str) -> str:
-        return f"{LOST} ({why})"
+        return f"{UNKNOWN_TEXT} ({why})"
 
     def several(why: str) -> tuple[str, ...]:
         return (lost_text(why),)
@@ -171,10 +179,10 @@ def describe(model: nn.Module) -> Description:
     return Description(
         layers,
         report_safely(_chunk_size, state, record, otherwise=lost_text),
-        report_safely(_saves, state, record, otherwise=several),
+        report_safely(_saves_texts, state, record, otherwise=several),
         report_safely(_describe_offload, state, record, otherwise=lost_text),
         report_safely(_describe_attention, state, record, otherwise=lost_text),
-        report_safely(head_of, state, otherwise=lost_text),
+        report_safely(head_text, state, otherwise=lost_text),
         (*lost, *notes),
         record,
         state.steps.bypasses_backbone,
@@ -185,7 +193,7 @@ def _chunk_size(state: PatchState, record: StepRecord | None) -> str:
     """Return the configured chunk size as text. The text for "auto" adds the size in the last step,
     and the rule by which the size is chosen."""
     if state.config.chunk_size != "auto":
-        no_chunks = record is not None and record.way in (UNPATCHED, WHOLE)
+        no_chunks = record is not None and record.way in (OUTCOME_UNPATCHED, OUTCOME_UNCHUNKED)
         return f"{state.config.chunk_size:,}" + (" where layers stream" if no_chunks else "")
     rule = str(state.saves_policy or AUTO_RULE)
     if record is None:
@@ -201,7 +209,7 @@ def _layers(model: nn.Module, state: PatchState) -> tuple[LayerDescription, ...]
     positions = {module: position for position, module in enumerate(names)}
     wrappers = [w for w in state.wrappers if isinstance(w, LayerForward)]
     present = [w for w in wrappers if id(w.module) in names]
-    described = [(id(w.module), _streamed(names[id(w.module)], w)) for w in present]
+    described = [(id(w.module), _describe_layer(names[id(w.module)], w)) for w in present]
     try:  # the stacks that `patch` would stream now
         stacks = () if state.root is None else find_stacks(state.root).stacks
     except UnsupportedModelError:
@@ -220,26 +228,26 @@ def _layers(model: nn.Module, state: PatchState) -> tuple[LayerDescription, ...]
         ]
         if not outer_wrappers:
             unpatched = LayerDescription(
-                names[id(layer)], type(layer).__name__, "unpatched", CAME_LATER
+                names[id(layer)], type(layer).__name__, "unpatched", REASON_ADDED_LATER
             )
             described.append((id(layer), unpatched))
         elif (
             outer_wrappers[0].module is layer
         ):  # a copy of a streamed layer; an outer one is described
-            described.append((id(layer), _streamed(names[id(layer)], outer_wrappers[0])))
+            described.append((id(layer), _describe_layer(names[id(layer)], outer_wrappers[0])))
     if other_layers:
         described.sort(key=lambda pair: positions[pair[0]])
     removed_wrappers = [w for w in wrappers if id(w.module) not in names]
     removed = (
         LayerDescription(
-            f"layer {w.layer_state.index}", type(w.module).__name__, "removed", TAKEN_OUT
+            f"layer {w.layer_state.index}", type(w.module).__name__, "removed", REASON_TAKEN_OUT
         )
         for w in removed_wrappers
     )
     return (*(layer for _, layer in described), *removed)
 
 
-def _streamed(name: str, wrapper: LayerForward) -> LayerDescription:
+def _describe_layer(name: str, wrapper: LayerForward) -> LayerDescription:
     """Return the description of a patched layer. The reason says why the layer runs unchunked. The
     reason for a chunked layer names extra costs, packed documents, and limits on its chunks."""
     layer_state = wrapper.layer_state
@@ -267,7 +275,7 @@ def _streamed(name: str, wrapper: LayerForward) -> LayerDescription:
             "called for one after the other, which takes longer where they are short"
             + (
                 ", and hooks inside see one document at a time"
-                if hooks_of_others(layer_state.layer)
+                if third_party_hooks(layer_state.layer)
                 else ""
             )
         )
@@ -281,7 +289,7 @@ def _streamed(name: str, wrapper: LayerForward) -> LayerDescription:
     return LayerDescription(name, kind, "streams", "; ".join(parts))
 
 
-def _saves(state: PatchState, record: StepRecord | None) -> tuple[str, ...]:
+def _saves_texts(state: PatchState, record: StepRecord | None) -> tuple[str, ...]:
     """Return one text for each kind of tensor that layers save for backward. If saves="auto", the
     tensors are those chosen for the last step."""
     config = state.config
@@ -323,7 +331,7 @@ def _describe_attention(state: PatchState, record: StepRecord | None) -> str:
                 elif use.reason:
                     kernel_texts.add(f"plain products, because {use.reason},")
                 else:
-                    kernel_texts.add(f"plain products for {BLOCKS[use.kind]}")
+                    kernel_texts.add(f"plain products for {BLOCK_TEXTS[use.kind]}")
             for kernel_text in sorted(kernel_texts):
                 counts[kernel_text] = counts.get(kernel_text, 0) + 1
     kernels = "; ".join(
@@ -335,7 +343,7 @@ def _describe_attention(state: PatchState, record: StepRecord | None) -> str:
             ),
         )
     )
-    if record is not None and record.way == UNPATCHED:
+    if record is not None and record.way == OUTCOME_UNPATCHED:
         return f"the model's own; where layers stream: {kernels}"
     return kernels
 
@@ -351,16 +359,16 @@ def _describe_offload(state: PatchState, record: StepRecord | None) -> str:
         return "no saved tensor leaves the device"
     host = state.host
     if not config.always_moves and (record is None or record.host is None):
-        return f"nothing leaves the device{_before_moving(host)}"
+        return f"nothing leaves the device{_host_time_text(host)}"
     limit = config.host_memory
     if limit is None:
         part = "half" if manager.on_demand else "nine tenths"
         budget = f"{part} of the host memory available"
     else:
-        budget = f"{sized(int(limit))} of host memory"
+        budget = f"{size_text(int(limit))} of host memory"
         arena = manager.arena
         if arena is not None and manager.on_demand and arena.limit < int(limit):
-            budget += f", of which {sized(arena.limit)} are available"
+            budget += f", of which {size_text(arena.limit)} are available"
     ranks = local_ranks()
     if ranks > 1:
         budget += (
@@ -374,19 +382,22 @@ def _describe_offload(state: PatchState, record: StepRecord | None) -> str:
     use = HostUse() if state.root is None else engine_host_use(state.root)
     # an engine's own offloading
     sizes = {"parameters": use.parameters, "optimizer state": use.optimizer}
-    engine = " and ".join(f"{sized(size)} of {content}" for content, size in sizes.items() if size)
+    engine = " and ".join(
+        f"{size_text(size)} of {content}" for content, size in sizes.items() if size
+    )
     if engine:
         if use.to_come:
-            coming = f", and {sized(use.to_come)} are set aside for its gradients and states"
+            coming = f", and {size_text(use.to_come)} are set aside for its gradients and states"
         else:
             coming = ""
         engine = f", beside the engine's {engine}{coming}"
     parts = [
-        f"{tensors} to the host, at most {budget} ({sized(stats['host_bytes'])} allocated){engine}"
+        f"{tensors} to the host, at most {budget} ({size_text(stats['host_bytes'])} "
+        f"allocated){engine}"
     ]
     if manager.gpu_memory is not None and not manager.on_demand:
         parts.append(
-            f"{sized(manager.gpu_memory)} on the device for keys, values and their gradients, "
+            f"{size_text(manager.gpu_memory)} on the device for keys, values and their gradients, "
             "which stream beyond that, and for the last layers"
         )
     if stats["left"]:
@@ -408,7 +419,7 @@ def _describe_offload(state: PatchState, record: StepRecord | None) -> str:
     return "; ".join(parts)
 
 
-def _before_moving(host: HostChoice | None) -> str:
+def _host_time_text(host: HostChoice | None) -> str:
     """Return text on the seconds that moving tensors to the host would spare; empty if it would
     spare none. [Note: host by seconds]
 
@@ -424,7 +435,7 @@ def _before_moving(host: HostChoice | None) -> str:
     )
 
 
-def _weights(weights: HostWeights) -> str:
+def _weights_text(weights: HostWeights) -> str:
     layers = weights.ranges.layers
     staying = len(weights.ranges.staying)
     if not layers and not staying:
@@ -433,19 +444,19 @@ def _weights(weights: HostWeights) -> str:
         return f"weights of all {staying} layers have room on the device"
     staying_text = f"; those of {staying} layers have room on the device" if staying else ""
     if weights.ranges.gradient_bytes:
-        leaving = f"; gradients have {sized(weights.ranges.gradient_bytes)} of the host"
+        leaving = f"; gradients have {size_text(weights.ranges.gradient_bytes)} of the host"
     else:
         leaving = ""
     return (
-        f"{sized(weights.ranges.bytes)} of weights of {len(layers)} layers live on the host, "
-        f"beside two layers' memory ({sized(weights.device_bytes)}) on the device: "
+        f"{size_text(weights.ranges.bytes)} of weights of {len(layers)} layers live on the host, "
+        f"beside two layers' memory ({size_text(weights.device_bytes)}) on the device: "
         f"{sum(weights.loads.values()):,} copies of a layer so far, for which the device waited "
         f"{weights.seconds_waited:.1f} s; a token that is generated takes one of each layer"
         f"{staying_text}{leaving}"
     )
 
 
-def _fused_layers(state: PatchState) -> list[str]:
+def _fused_layer_lines(state: PatchState) -> list[str]:
     """Return lines about modules whose forward is another library's (Liger's, for example) or
     compiled code, one line for each set of modules. Forwards that the program itself has set are
     included."""
@@ -454,7 +465,7 @@ def _fused_layers(state: PatchState) -> list[str]:
         if isinstance(wrapper, LayerForward):
             for home, names in fused_modules(wrapper.module).items():
                 layers[home, tuple(names)] = layers.get((home, tuple(names)), 0) + 1
-    sources = {LIGER: LIGERS, REGION: REGIONS}
+    sources = {LIGER: LIGER_TEXT, REGION_ATTRIBUTE: REGIONS_TEXT}
     fused = state.fused
     choice = state.config.kernels
     notes = [
@@ -469,7 +480,7 @@ def _fused_layers(state: PatchState) -> list[str]:
         notes.append(
             f"kernels='{choice}' leaves all modules as they are: {fused.why_own.rstrip('.')}."
         )
-    whose = REGIONS if choice == "compiled" else LIGERS
+    whose = REGIONS_TEXT if choice == "compiled" else LIGER_TEXT
     if fused.skipped_classes:
         notes.append(
             f"{whose} compute otherwise than {', '.join(fused.skipped_classes)}, which stay as "
@@ -496,13 +507,13 @@ def _notes(model: nn.Module, state: PatchState) -> tuple[str, ...]:
         notes.append(
             f"sequences are split over {split.size} ranks ({split.by}), each streams its shard"
         )
-    notes += [] if state.weights is None else [_weights(state.weights)]
-    notes += _fused_layers(state)
+    notes += [] if state.weights is None else [_weights_text(state.weights)]
+    notes += _fused_layer_lines(state)
     notes += adapter_notes(
         wrapper.layer_state for wrapper in state.wrappers if isinstance(wrapper, LayerForward)
     )
     faster = 0.0 if state.saves_policy is None else state.saves_policy.faster_on_host()
-    if faster >= FASTER:
+    if faster >= MIN_SAVED_SECONDS:
         notes.append(
             f"offload='cpu' would be about {faster:.1f} s a step faster, by the device's rates: "
             "attn_out would fit"
@@ -527,7 +538,7 @@ def _notes(model: nn.Module, state: PatchState) -> tuple[str, ...]:
     tells = (
         prefixes.last
         for prefixes in backbones
-        if prefixes.rows == "packed" or prefixes.last not in UNREMARKABLE
+        if prefixes.rows == "packed" or prefixes.last not in UNREPORTED_REASONS
     )
     for last in tells:
         if isinstance(last, str):
@@ -556,20 +567,26 @@ def _notes(model: nn.Module, state: PatchState) -> tuple[str, ...]:
             "short steps stream, too: a forward without gradients drew random numbers (dropout), "
             "and a step may have to draw the same"
         )
-    notes += _compiled(model, state)
+    notes += _compiled_module_lines(model, state)
     return (*notes, *(f"left as it is: {reason}" for reason in state.left_alone))
 
 
-def _compiled(model: nn.Module, state: PatchState) -> list[str]:
+def _compiled_module_lines(model: nn.Module, state: PatchState) -> list[str]:
     """Return lines about modules under torch.compile: which run compiled inside of chunked layers,
     and which outside. Empty if no module is compiled."""
     notes: list[str] = []
     layers = [wrapper.module for wrapper in state.wrappers if isinstance(wrapper, LayerForward)]
     named_modules = [pair for layer in layers for pair in layer.named_modules() if pair[0]]
     inner_names = sorted(
-        {name.removesuffix(f".{COMPILED}") for name, module in named_modules if is_compiled(module)}
+        {
+            name.removesuffix(f".{COMPILED_MODULE_ATTRIBUTE}")
+            for name, module in named_modules
+            if is_compiled(module)
+        }
     )
-    outer_names = compiled_around(model, state.root, layers, [w.module for w in state.wrappers])
+    outer_names = compiled_module_names(
+        model, state.root, layers, [w.module for w in state.wrappers]
+    )
     if outer_names is not None:
         if outer_names:
             surroundings = f"{', '.join(sorted(outer_names))} run compiled"

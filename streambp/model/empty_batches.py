@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from streambp.device import has_data
-from streambp.prefixes.calls import IGNORED
+from streambp.prefixes.calls import IGNORED_LABEL
 
 
 def any_label(labels: Tensor, shift_labels: Tensor | None) -> Tensor:
@@ -27,7 +27,7 @@ def any_label(labels: Tensor, shift_labels: Tensor | None) -> Tensor:
         shift_labels: [B, T], already shifted; used in place of `labels` if not None.
     """
     predicted_labels = labels[..., 1:] if shift_labels is None else shift_labels
-    return (predicted_labels != IGNORED).any()
+    return (predicted_labels != IGNORED_LABEL).any()
 
 
 class LossOfLabels(torch.autograd.Function):

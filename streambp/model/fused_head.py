@@ -123,7 +123,7 @@ def add_head(
     head_class(causal, temperature, cast_lm_head_to_fp32, outputs).install()
 
 
-def head_again(causal: CausalLMForward, previous: FusedHead | None) -> FusedHead | None:
+def copy_head(causal: CausalLMForward, previous: FusedHead | None) -> FusedHead | None:
     """Return a new `FusedHead` with the settings of the fused head that a model had before this
     `patch`; None if the model had none.
 

@@ -32,28 +32,30 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from streambp.errors import ConfigError, MissingLibraryError
-from streambp.foreign import REGION, home_of, is_region
+from streambp.foreign import REGION_ATTRIBUTE, home_of, is_region
 from streambp.instance_forward import InstanceForward
 from streambp.known_names import (
     ACTIVATIONS,
     BASE_LAYER,
     LIGER,
+    LIGER_OTHER_PARTS,
     LIGERS_NORM,
     LIGERS_PATCHES,
     LIGERS_ROUNDINGS,
     LIGERS_TABLE,
     MODULES_ARE_HARMLESS,
-    NOT_OF_LAYERS,
     ROTARY,
 )
-from streambp.libraries import required
+from streambp.libraries import require_library
 from streambp.source import undecorate, written_forward
 
-MISSING = object()
-COMPILERS_MARKS = "_dynamo_"  # prefix of attribute names
-LEAVE_OUT = "Leave kernels out"
+MISSING_ATTRIBUTE = object()
+COMPILER_MARK_PREFIX = "_dynamo_"  # prefix of attribute names
+KERNELS_REMEDY = "Leave kernels out"
 TEST_SIZE = 64  # rows, and features in each row, of a norm's test input
-BY_CHANCE = 0.02  # fraction of bfloat16 results that may differ because sums have another order
+MAX_ROUNDING_MISMATCH = (
+    0.02  # fraction of bfloat16 results that may differ because sums have another order
+)
 # Keyed by the last part of the module name of Liger's forward.
 ACTIVATION_OF: dict[str, Callable[..., Any]] = {
     "swiglu": nn.functional.silu,
@@ -114,7 +116,7 @@ class InstalledKernels:
         the change."""
         for change in reversed(self.changes):
             attributes = change.module.__dict__
-            if attributes.get(change.name, MISSING) is not change.new_value:
+            if attributes.get(change.name, MISSING_ATTRIBUTE) is not change.new_value:
                 continue
             if change.was_there:
                 attributes[change.name] = change.old_value
@@ -131,7 +133,7 @@ def compilers_marks(module: nn.Module) -> dict[str, frozenset[str]]:
     (`_dynamo_...`) that torch's compiler has set on the parameter. `uninstall` removes the
     attributes that were added since `patch`."""
     return {
-        name: frozenset(key for key in vars(parameter) if key.startswith(COMPILERS_MARKS))
+        name: frozenset(key for key in vars(parameter) if key.startswith(COMPILER_MARK_PREFIX))
         for name, parameter in module.named_parameters()
     }
 
@@ -162,14 +164,14 @@ def install_kernels(model: nn.Module, adjust: Adjust | None = None) -> Installed
     if wide is not None:
         raise NoKernelsError(
             f"Liger computes in float32 or less, and {wide} is in float64",
-            f"{LEAVE_OUT}, or cast the model",
+            f"{KERNELS_REMEDY}, or cast the model",
         )
     previous_attributes = {module: dict(module.__dict__) for module in model.modules()}
     problem: Exception | None = None
     differing: set[nn.Module] = set()
     unchanged: AbstractSet[nn.Module] = frozenset()
-    unwanted = NOT_OF_LAYERS if adjust is None else NOT_OF_LAYERS[1:]
-    with _names_put_back(causal):
+    unwanted = LIGER_OTHER_PARTS if adjust is None else LIGER_OTHER_PARTS[1:]
+    with _restore_global_names(causal):
         try:
             apply(
                 model=causal,
@@ -193,7 +195,7 @@ def install_kernels(model: nn.Module, adjust: Adjust | None = None) -> Installed
         )
         for module in previous_attributes
         for name, value in module.__dict__.items()
-        if previous_attributes[module].get(name, MISSING) is not value
+        if previous_attributes[module].get(name, MISSING_ATTRIBUTE) is not value
     ]
     undone = differing | unchanged
     fused = InstalledKernels(
@@ -213,7 +215,7 @@ def install_kernels(model: nn.Module, adjust: Adjust | None = None) -> Installed
             reason = reason
         raise NoKernelsError(
             f"Liger could not be applied to this {type(causal).__name__}: {reason}",
-            f"{LEAVE_OUT}, or apply Liger before the model is made",
+            f"{KERNELS_REMEDY}, or apply Liger before the model is made",
         ) from problem
     return fused
 
@@ -272,11 +274,11 @@ def _differs(module: nn.Module, attributes: dict[str, Any]) -> bool:
         weight = 1.0 - offset
     computed = (normed * (offset + weight)).bfloat16()
     rounds_alike = rounding in LIGERS_ROUNDINGS and rounded.dtype == computed.dtype
-    return not rounds_alike or bool((computed != rounded).float().mean() > BY_CHANCE)
+    return not rounds_alike or bool((computed != rounded).float().mean() > MAX_ROUNDING_MISMATCH)
 
 
 @dataclasses.dataclass(eq=False)
-class OnDevice:
+class DeviceForward:
     """Forward of a module that runs Liger's code for tensors on one type of device, and the forward
     of the module's class in all other cases.
 
@@ -294,11 +296,11 @@ class OnDevice:
     kind: str
 
     def __call__(self, module: nn.Module, /, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        forward = self.fused if takes(x, self.kind) else type(module).forward
+        forward = self.fused if supports_input(x, self.kind) else type(module).forward
         return forward(module, x, *args, **kwargs)
 
 
-class WithRotation(dict[str, Any]):
+class RotationGlobals(dict[str, Any]):
     """Dict of global variables for a copy of an attention module's forward, with Liger's function
     in place of `apply_rotary_pos_emb`.
 
@@ -339,12 +341,12 @@ class WithRotation(dict[str, Any]):
             and cos.dim() == 3
             and cos.shape[-1] == q.shape[-1]
         )
-        return (self.fused if plain and takes(q, self.kind) else current)(
+        return (self.fused if plain and supports_input(q, self.kind) else current)(
             q, k, cos, sin, *args, **kwargs
         )
 
 
-def globals_that_turn(module: nn.Module) -> dict[str, Any] | None:
+def rotation_globals(module: nn.Module) -> dict[str, Any] | None:
     """Return the globals of the forward of a module's class if that forward calls
     `apply_rotary_pos_emb`, so that this function can be replaced for the module; None for other
     modules."""
@@ -354,7 +356,7 @@ def globals_that_turn(module: nn.Module) -> dict[str, Any] | None:
     return forward.__globals__ if ROTARY in forward.__globals__ else None
 
 
-def takes(x: Tensor, kind: str) -> bool:
+def supports_input(x: Tensor, kind: str) -> bool:
     """True if Liger's kernels can compute x [..., h]: x is on a device of type `kind`, and its
     dtype is supported. Otherwise the module's own forward runs."""
     return x.device.type == kind and x.dtype != torch.float64
@@ -366,23 +368,23 @@ def fused_modules(layer: nn.Module) -> dict[str, list[str]]:
 
     Liger's forwards are found on the class and on the instance. Forwards of other libraries, such
     as hub kernels, are found on the instance alone. Liger's rotary embedding is included, even if
-    other code set it for all models of a family. The key `REGION` has the modules whose forwards
-    `patch` compiles.
+    other code set it for all models of a family. The key `REGION_ATTRIBUTE` has the modules whose
+    forwards `patch` compiles.
     """
     by_library: dict[str, list[str]] = {}
     turning: set[str] = set()
     for name, module in layer.named_modules():
         forward = module.__dict__.get("forward")
         function = getattr(forward, "__func__", forward) or type(module).forward
-        while isinstance(function, functools.partial | OnDevice):
+        while isinstance(function, functools.partial | DeviceForward):
             function = function.func if isinstance(function, functools.partial) else function.fused
         home = home_of(function).partition(".")[0]
         if isinstance(
-            namespace := getattr(undecorate(function), "__globals__", None), WithRotation
+            namespace := getattr(undecorate(function), "__globals__", None), RotationGlobals
         ):
             turning.add(namespace.home)
         elif name and is_region(module):
-            by_library.setdefault(REGION, []).append(name)
+            by_library.setdefault(REGION_ATTRIBUTE, []).append(name)
         is_instance_forward = (
             forward is not None
             and not isinstance(forward, InstanceForward)
@@ -401,7 +403,7 @@ def _function_for(causal: PreTrainedModel) -> Callable[..., None]:
     """Return Liger's function that applies its kernels to models of this `model_type`, such as
     `apply_liger_kernel_to_llama`."""
     try:
-        with required(LIGER):
+        with require_library(LIGER):
             table = getattr(
                 importlib.import_module(f"{LIGER}.transformers.{LIGERS_PATCHES}"), LIGERS_TABLE
             )
@@ -416,14 +418,15 @@ def _function_for(causal: PreTrainedModel) -> Callable[..., None]:
     if kind not in table:
         model_types = ", ".join(sorted(table))
         raise NoKernelsError(
-            f"Liger does not know {kind!r}", f"It knows {model_types}. {LEAVE_OUT} for this model"
+            f"Liger does not know {kind!r}",
+            f"It knows {model_types}. {KERNELS_REMEDY} for this model",
         )
     function: Callable[..., None] = table[kind]
     return function
 
 
 @contextlib.contextmanager
-def _names_put_back(causal: PreTrainedModel) -> Iterator[None]:
+def _restore_global_names(causal: PreTrainedModel) -> Iterator[None]:
     """Context manager that afterwards restores the global names of transformers' modeling modules,
     and the attributes of the model's classes, which Liger replaces for the whole process."""
     modules = [

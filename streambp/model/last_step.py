@@ -8,27 +8,27 @@ from collections import Counter
 from torch import nn
 from transformers import PreTrainedModel
 
-import streambp.model.installed as installed
-from streambp.device import counted_bytes, tells_memory
+import streambp.model.installed_patch as installed
+from streambp.device import allocator_bytes, reports_memory
 from streambp.errors import StreamBPError
 from streambp.foreign import foreign_forward, trls_head, wrapped_functions
 from streambp.instance_forward import forwards
-from streambp.model.causal_lm import BLOCKWISE, PREDICTED, CausalLMForward
+from streambp.model.causal_lm import LOSS_BLOCKWISE, LOSS_OF_PREDICTIONS, CausalLMForward
 from streambp.model.record import (
-    KEPT_GRAPH,
-    STREAMED,
-    UNPATCHED,
-    WHOLE,
+    OUTCOME_KEPT_GRAPH,
+    OUTCOME_STREAMED,
+    OUTCOME_UNCHUNKED,
+    OUTCOME_UNPATCHED,
     HostTraffic,
-    Saved,
+    SavedTensors,
     StepMemory,
     StepRecord,
-    offloaded,
+    offload_text,
 )
 from streambp.model.state import PatchState
 from streambp.model.steps import Step
-from streambp.offload.costs import GRAPH, AsUnpatched, Chosen, was_moved
-from streambp.offload.engines import BACK, OUT
+from streambp.offload.costs import GRAPH, SavesChoice, UnpatchedChoice, was_moved
+from streambp.offload.engines import FROM_HOST_QUEUE, TO_HOST_QUEUE
 
 
 def last_step(model: nn.Module) -> StepRecord | None:
@@ -53,7 +53,7 @@ def patch_of(model: nn.Module) -> PatchState:
     Raises:
         StreamBPError: the model is not patched, or the patch also covers layers outside of `model`.
     """
-    module_and_state = installed.patch_of(model)
+    module_and_state = installed.find_patch(model)
     if module_and_state is None:
         raise StreamBPError(
             f"This {type(model).__name__} is not patched. Call streambp.patch(model) first."
@@ -65,22 +65,22 @@ def record_of(state: PatchState) -> StepRecord | None:
     """Build the record of a patched model's last micro-batch with gradients, for `last_step`; None
     before the first micro-batch with gradients."""
     steps = state.steps
-    step = state.steps.last_with_choice()
+    step = state.steps.last_decided_step()
     if step is None:
         return None
     plans = [report.plan for report in step.reports if report.plan is not None]
     longest = max(plans, key=len, default=None)
-    choice = step.choice if isinstance(step.choice, Chosen) else None
-    saved = _saved(state, step, choice)
+    choice = step.choice if isinstance(step.choice, SavesChoice) else None
+    saved = _saved_tensors(state, step, choice)
     graphs = next((entry for entry in saved if entry.name == GRAPH), None)
     if graphs and graphs.layers == len(step.reports) and step.drop_reason is None:
-        way = KEPT_GRAPH
+        way = OUTCOME_KEPT_GRAPH
     else:
-        way = STREAMED
+        way = OUTCOME_STREAMED
     if step.unpatched:
-        way = UNPATCHED
+        way = OUTCOME_UNPATCHED
     elif step.reports and all(report.reason is not None for report in step.reports):
-        way = WHOLE
+        way = OUTCOME_UNCHUNKED
     counted = 0 if step.over else 1
     unchunked = [
         (s, r.reason)
@@ -102,9 +102,9 @@ def record_of(state: PatchState) -> StepRecord | None:
         else longest.size,
         chunks=1 if longest is None else len(longest),
         layers=len(steps.layer_states),
-        head=head_of(state),
+        head=head_text(state),
         saved=saved,
-        memory=_memory(state, step),
+        memory=_step_memory(state, step),
         host=_host_traffic(state, step),
         shared=step.shared,
         whole=tuple(
@@ -117,7 +117,7 @@ def record_of(state: PatchState) -> StepRecord | None:
     )
 
 
-def _memory(state: PatchState, step: Step) -> StepMemory:
+def _step_memory(state: PatchState, step: Step) -> StepMemory:
     """Return the device memory that `step` needed, and the device memory that was free, for the
     record of the step."""
     choice = step.choice
@@ -125,17 +125,21 @@ def _memory(state: PatchState, step: Step) -> StepMemory:
     device = (
         next((p.device for p in layer_states[0].layer.parameters()), None) if layer_states else None
     )
-    least_free = choice.min_free_bytes if isinstance(choice, Chosen) else math.inf
+    least_free = choice.min_free_bytes if isinstance(choice, SavesChoice) else math.inf
     return StepMemory(
-        needed=choice.bytes if isinstance(choice, AsUnpatched) else None,
-        free=None if choice is None or moves(state, step) else choice.headroom,
+        needed=choice.bytes if isinstance(choice, UnpatchedChoice) else None,
+        free=None if choice is None or moves_to_host(state, step) else choice.headroom,
         least_free=None if least_free == math.inf else least_free,
-        peak=counted_bytes(device, "peak") if device is not None and tells_memory(device) else None,
+        peak=allocator_bytes(device, "peak")
+        if device is not None and reports_memory(device)
+        else None,
         let_go=step.drop_reason,
     )
 
 
-def _saved(state: PatchState, step: Step, choice: Chosen | None) -> tuple[Saved, ...]:
+def _saved_tensors(
+    state: PatchState, step: Step, choice: SavesChoice | None
+) -> tuple[SavedTensors, ...]:
     """Return what layers saved for backward in `step`, one entry for each kind of tensor.
 
     Args:
@@ -147,16 +151,18 @@ def _saved(state: PatchState, step: Step, choice: Chosen | None) -> tuple[Saved,
     if step.unpatched:
         return ()
     if choice is not None and state.config.saves == "auto":
-        return tuple(Saved(name, choice.layers[name], size) for name, size in choice.bytes.items())
+        return tuple(
+            SavedTensors(name, choice.layers[name], size) for name, size in choice.bytes.items()
+        )
     # Saves that the user named, by layer.
     names: Counter[str] = Counter()
     for layer_state, report in zip(state.steps.layer_states, step.reports, strict=True):
         if report.reason is None:
             names.update(layer_state.config.named_saves)
-    return tuple(Saved(name, layers) for name, layers in names.items())
+    return tuple(SavedTensors(name, layers) for name, layers in names.items())
 
 
-def moves(state: PatchState, step: Step) -> bool:
+def moves_to_host(state: PatchState, step: Step) -> bool:
     """True if saved tensors of a step go to the host, by the settings or by the policy's choice.
 
     Args:
@@ -169,15 +175,15 @@ def moves(state: PatchState, step: Step) -> bool:
 def _host_traffic(state: PatchState, step: Step) -> HostTraffic | None:
     """Return how many bytes `step` moved to host memory and back, for its record; None without
     offloading."""
-    if state.offloader is None or not moves(state, step):
+    if state.offloader is None or not moves_to_host(state, step):
         return None
     stats = state.offloader.stats()
     choice = None
-    if isinstance(step.choice, Chosen) and step.choice.measured is not None:
-        choice = offloaded(step.choice)
+    if isinstance(step.choice, SavesChoice) and step.choice.measured is not None:
+        choice = offload_text(step.choice)
     return HostTraffic(
-        step.moved_bytes.get(OUT, 0.0),
-        step.moved_bytes.get(BACK, 0.0),
+        step.moved_bytes.get(TO_HOST_QUEUE, 0.0),
+        step.moved_bytes.get(FROM_HOST_QUEUE, 0.0),
         stats["host_bytes"],
         stats["stall_out"] + stats["stall_back"],
         int(stats["left"]),
@@ -185,7 +191,7 @@ def _host_traffic(state: PatchState, step: Step) -> HostTraffic | None:
     )
 
 
-def head_of(state: PatchState) -> str:
+def head_text(state: PatchState) -> str:
     """Return text on how the last step computed output projection and loss. Before the first step
     the text says how they will be computed."""
     heads = [wrapper for wrapper in state.wrappers if isinstance(wrapper, CausalLMForward)]
@@ -204,7 +210,7 @@ def head_of(state: PatchState) -> str:
         if head_class:
             return f"builds the logits: the head is a {head_class}, costs memory"
         return "none (no language-model head)"
-    texts = [_what_became_of(head) for head in heads]
+    texts = [_head_outcome_text(head) for head in heads]
     if len(set(texts)) == 1:
         return texts[0]
     return "; ".join(
@@ -212,7 +218,7 @@ def head_of(state: PatchState) -> str:
     )
 
 
-def _what_became_of(head: CausalLMForward) -> str:
+def _head_outcome_text(head: CausalLMForward) -> str:
     """Return text on how one language model computed output projection and loss in the last step.
     Before the first step the text says how they will be computed."""
     # calls of the module bypass the head
@@ -244,8 +250,8 @@ def _what_became_of(head: CausalLMForward) -> str:
         else:
             text = text or "no logits: none were used"
     if text is None:
-        return f"{BLOCKWISE} when labels are given; no call yet in training or with labels"
-    predicted = f"; {PREDICTED}" if head.predicted else ""
+        return f"{LOSS_BLOCKWISE} when labels are given; no call yet in training or with labels"
+    predicted = f"; {LOSS_OF_PREDICTIONS}" if head.predicted else ""
     if head.unlabelled:
         unlabelled = f" ({head.unlabelled} of {head.trained} training calls came without labels)"
     else:

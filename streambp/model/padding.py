@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from streambp.admission.third_party import others_read_rows
+from streambp.admission.third_party import third_party_reads_rows
 from streambp.distributed.engines import must_agree
 from streambp.known_names import HIDDEN_STATES, ROUTER_LOGITS
 from streambp.model.callers import computes_its_own_loss, wants_predictions
@@ -43,7 +43,7 @@ def hides_padding(
         requested = kwargs.get(name)
         if getattr(field_config, name, False) if requested is None else requested:
             return False
-    if others_read_rows(
+    if third_party_reads_rows(
         model, [wrapper.module for wrapper in state.wrappers if hasattr(wrapper, "packs")]
     ):
         return False

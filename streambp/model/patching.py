@@ -12,46 +12,46 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from streambp.admission.stacks import Found, Stack, find_stacks, shares_through_cache
+from streambp.admission.stacks import ModelStacks, Stack, find_stacks, shares_through_cache
 from streambp.admission.third_party import refuse_foreign_attention
-from streambp.config import LAST, SAVES, StreamConfig
+from streambp.config import LAST_LAYERS_SEPARATOR, SAVES, StreamConfig
 from streambp.errors import ConfigError, StreamBPError
 from streambp.instance_forward import (
-    PATCH,
-    REDUCES,
-    WRAPPERS,
-    Home,
+    PATCH_ATTRIBUTE,
+    REDUCE_METHOD,
+    WRAPPERS_ATTRIBUTE,
     InstanceForward,
-    as_unpatched,
+    PatchedModuleRef,
     forwards,
+    reduce_unpatched,
     unmark,
 )
 from streambp.known_names import FINAL_NORMS
 from streambp.layer.packed_experts import refuse_without_backward
-from streambp.layer.products import computes_plainly, matching
+from streambp.layer.products import computes_plainly, match_names
 from streambp.model.causal_lm import CausalLMForward
 from streambp.model.chosen_kernels import choose_kernels
-from streambp.model.fused_head import FusedHead, head_again
-from streambp.model.installed import is_patched, left_of_another, patch_of
+from streambp.model.fused_head import FusedHead, copy_head
+from streambp.model.installed_patch import find_patch, is_detached, is_patched
 from streambp.model.last_step import record_of
 from streambp.model.packed_adapters import activate_packed, deactivate_packed
+from streambp.model.patch_rollback import restore_on_error
 from streambp.model.state import PatchState
 from streambp.model.steps import Steps
-from streambp.model.undo import undone_on_error
 from streambp.model.unpatched import UnpatchedRuns
 from streambp.model.wrappers import BackboneForward, LayerForward
-from streambp.offload.costs import Figures
+from streambp.offload.costs import StepFigures
 from streambp.offload.free_memory import FreeMemory
+from streambp.offload.host_choice import HostChoice
 from streambp.offload.link import LinkBudget
 from streambp.offload.manager import OffloadManager
-from streambp.offload.moving import HostChoice
 from streambp.offload.policy import SavesPolicy
 from streambp.offload.weights import HostWeights, several_ranks
 
 Model = TypeVar("Model", bound=nn.Module)
 
 
-class States(Protocol):
+class StepPredictor(Protocol):
     """Interface of a class that predicts the memory and the time of a model's steps.
     `planner/auto.py` has such a class.
 
@@ -60,9 +60,9 @@ class States(Protocol):
         config: its settings.
     """
 
-    def __init__(self, home: Home, config: StreamConfig) -> None: ...
+    def __init__(self, home: PatchedModuleRef, config: StreamConfig) -> None: ...
 
-    def __call__(self, device: torch.device) -> tuple[Figures, float]:
+    def __call__(self, device: torch.device) -> tuple[StepFigures, float]:
         """Return the predicted figures of the model's steps on `device`, and the fraction of the
         model's gradients that exist now."""
         ...
@@ -80,7 +80,7 @@ class States(Protocol):
 
 
 def install(
-    model: Model, config: StreamConfig | None = None, states: type[States] | None = None
+    model: Model, config: StreamConfig | None = None, states: type[StepPredictor] | None = None
 ) -> Model:
     """Replace the forwards of a model so that its layers are computed chunk by chunk. After an
     error the model is as before: unpatched, or with its previous patch.
@@ -103,15 +103,15 @@ def install(
     everyone = (forward for module in model.modules() for forward in forwards(module))
     # trainers call them
     heads = {f.module: f for f in everyone if isinstance(f, FusedHead) and not f.retired}
-    with undone_on_error(model):
-        state = _put_on(model, config, stacks, heads)
+    with restore_on_error(model):
+        state = _install_patch(model, config, stacks, heads)
         if states is not None:
             _set_auto(state, type(model).__name__, states(state.home, state.config))
     return model
 
 
-def _put_on(
-    model: nn.Module, config: StreamConfig, stacks: Found, heads: dict[nn.Module, FusedHead]
+def _install_patch(
+    model: nn.Module, config: StreamConfig, stacks: ModelStacks, heads: dict[nn.Module, FusedHead]
 ) -> PatchState:
     """Remove the model's existing patch, install a new one, and return the new patch's state.
 
@@ -121,7 +121,7 @@ def _put_on(
         stacks: the decoder layers and language models in it.
         heads: the `FusedHead` that each language model had before.
     """
-    if any(hasattr(module, PATCH) for module in model.modules()) or left_of_another(model):
+    if any(hasattr(module, PATCH_ATTRIBUTE) for module in model.modules()) or is_detached(model):
         unpatch(model)
     _check_products(stacks, config)
     if is_patched(model):  # two patches would have two sets of settings for the same layers
@@ -132,7 +132,10 @@ def _put_on(
     layers = [layer for stack in stacks.stacks for layer in stack.layers]
     shared = any(shares_through_cache(stack.backbone) for stack in stacks.stacks)
     state = PatchState(
-        config, home=Home(model), left_alone=stacks.left_alone, shares_through_cache=shared
+        config,
+        home=PatchedModuleRef(model),
+        left_alone=stacks.left_alone,
+        shares_through_cache=shared,
     )
     if config.always_moves or config.may_move:
         host_memory, gpu_memory = (
@@ -158,15 +161,15 @@ def _put_on(
     if state.weights is not None:
         state.weights.ranges.install(state.steps.layer_states)
     for causal in [wrapper for wrapper in wrappers if isinstance(wrapper, CausalLMForward)]:
-        head = head_again(causal, heads.get(causal.module))
+        head = copy_head(causal, heads.get(causal.module))
         if head is not None and config.head and causal.third_party_forward is None:
             head.install()
     model._streambp = state  # type: ignore[assignment]
-    model.__dict__.setdefault(REDUCES, functools.partial(as_unpatched, model))
+    model.__dict__.setdefault(REDUCE_METHOD, functools.partial(reduce_unpatched, model))
     return state
 
 
-def _set_auto(state: PatchState, name: str, states: States) -> None:
+def _set_auto(state: PatchState, name: str, states: StepPredictor) -> None:
     """Create the objects that decide "auto" settings, and the log of steps.
 
     Args:
@@ -231,7 +234,7 @@ def _make_wrappers(
                 layer, state, layers.index(layer), norm if layers_left == 1 else None
             )
             wrapper.layer_state.config = state.config.of_layer(layers_left)
-            wrapper.layer_state.backward_begins = state.steps.in_backward
+            wrapper.layer_state.backward_begins = state.steps.start_backward
             wrappers.append(wrapper)
     backbones = {id(stack.backbone) for stack in stacks}
     for module in model.modules():
@@ -253,7 +256,7 @@ def _make_wrappers(
     return wrappers
 
 
-def _check_products(stacks: Found, config: StreamConfig) -> None:
+def _check_products(stacks: ModelStacks, config: StreamConfig) -> None:
     """Check the globs in `config.saves`, such as "mlp.*@12", against the Linears of a model's
     layers.
 
@@ -268,21 +271,21 @@ def _check_products(stacks: Found, config: StreamConfig) -> None:
     layers = [layer for stack in stacks.stacks for layer in stack.layers]
     depth = max(len(stack.layers) for stack in stacks.stacks)
     for name in config.named_saves:
-        count = name.partition(LAST)[2]
+        count = name.partition(LAST_LAYERS_SEPARATOR)[2]
         if count and int(count) > depth:
             raise ConfigError(
                 f"saves names {name!r}, the last {count} layers; the model has {depth}. Leave "
-                f"{LAST} out for all."
+                f"{LAST_LAYERS_SEPARATOR} out for all."
             )
     linears = {
         name: m for layer in layers for name, m in layer.named_modules() if isinstance(m, nn.Linear)
     }
     names = [name for name, module in linears.items() if computes_plainly(module)]
     for glob in config.products:
-        if not matching(names, [glob]):
+        if not match_names(names, [glob]):
             names_text = ", ".join(name.removesuffix(".base_layer") for name in names[:16])
             class_names = sorted(
-                {type(linears[name]).__name__ for name in matching(linears, [glob])}
+                {type(linears[name]).__name__ for name in match_names(linears, [glob])}
             )
             if class_names:
                 raise ConfigError(
@@ -304,16 +307,18 @@ def unpatch(model: Model) -> Model:
     Raises:
         StreamBPError: the patch also covers layers outside of `model`.
     """
-    module_and_state = patch_of(model)
+    module_and_state = find_patch(model)
     while module_and_state is not None:
         module, state = module_and_state
         root = state.root or module
         for patched in dict.fromkeys((module, root)):  # two modules after `copy.copy`
-            patched.__dict__.pop(PATCH, None)
+            patched.__dict__.pop(PATCH_ATTRIBUTE, None)
             for wrapper in (
-                reversed(patched.__dict__.pop(WRAPPERS, ())) if patched is not root else ()
+                reversed(patched.__dict__.pop(WRAPPERS_ATTRIBUTE, ()))
+                if patched is not root
+                else ()
             ):
-                wrapper.leave(patched.__dict__)
+                wrapper.remove_from_attributes(patched.__dict__)
         for wrapper in reversed(state.wrappers):
             wrapper.remove()
         state.fused.uninstall()
@@ -322,5 +327,5 @@ def unpatch(model: Model) -> Model:
             state.weights.ranges.remove()
             state.weights.close()
         unmark(module)
-        module_and_state = patch_of(model)
+        module_and_state = find_patch(model)
     return model

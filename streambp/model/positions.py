@@ -14,11 +14,13 @@ from transformers import PreTrainedConfig
 from streambp.device import has_data
 
 UNLIMITED = sys.maxsize
-FULL = "full_attention"  # key of the angles of layers without a window, if layers differ
-ORIGINAL = "original_max_position_embeddings"
+GLOBAL_LAYERS_KEY = (
+    "full_attention"  # key of the angles of layers without a window, if layers differ
+)
+ORIGINAL_POSITIONS_KEY = "original_max_position_embeddings"
 
 
-def beyond_positions(config: PreTrainedConfig, seq_len: int) -> str | None:
+def positions_warning(config: PreTrainedConfig, seq_len: int) -> str | None:
     """Return a warning if rows are longer than the model's `max_position_embeddings`, with code
     that extends the rotary embeddings by YaRN if the model has any. None for shorter rows.
 
@@ -27,7 +29,7 @@ def beyond_positions(config: PreTrainedConfig, seq_len: int) -> str | None:
         seq_len: positions of a row.
     """
     text = config.get_text_config()
-    max_positions = most_positions(text)
+    max_positions = position_limit(text)
     if seq_len <= max_positions:
         return None
     warning = f"Rows of {seq_len:,} tokens exceed the model's {max_positions:,} positions"
@@ -35,13 +37,13 @@ def beyond_positions(config: PreTrainedConfig, seq_len: int) -> str | None:
     if not angles:
         return f"{warning}. Positions beyond those were never trained; take shorter rows."
     where = "config.rope_parameters"
-    if FULL in text.rope_parameters:
-        where = f'config.rope_parameters["{FULL}"]'
-    fields = extension(angles, max_positions, seq_len)
+    if GLOBAL_LAYERS_KEY in text.rope_parameters:
+        where = f'config.rope_parameters["{GLOBAL_LAYERS_KEY}"]'
+    fields = yarn_fields(angles, max_positions, seq_len)
     if config is not text:
         where = where.replace("config", "config.get_text_config()", 1)
     config_text = where.partition(".rope_parameters")[0]
-    reached = int(fields["factor"] * fields[ORIGINAL])
+    reached = int(fields["factor"] * fields[ORIGINAL_POSITIONS_KEY])
     fields_text = repr(fields).replace("'", '"')
     return (
         f"{warning}. Extend them before the model is loaded with this config: "
@@ -59,11 +61,11 @@ def angles_of(text: PreTrainedConfig) -> Mapping[str, Any]:
     angles = getattr(text, "rope_parameters", None)
     if not isinstance(angles, Mapping):
         return {}
-    full = angles.get(FULL, angles)
+    full = angles.get(GLOBAL_LAYERS_KEY, angles)
     return full if isinstance(full, Mapping) else {}
 
 
-def most_positions(text: PreTrainedConfig) -> int:
+def position_limit(text: PreTrainedConfig) -> int:
     """Return the largest number of positions for which a model's position embeddings were made;
     `UNLIMITED` if its configuration has no limit.
 
@@ -79,7 +81,7 @@ def most_positions(text: PreTrainedConfig) -> int:
     if not isinstance(max_positions, int) or scaling == "dynamic":
         return UNLIMITED
     factor = angles.get("factor")
-    original = angles.get(ORIGINAL)
+    original = angles.get(ORIGINAL_POSITIONS_KEY)
     if scaling == "default" or not isinstance(factor, int | float) or not original:
         return max_positions
     return max(max_positions, int(factor * original))
@@ -97,7 +99,7 @@ def warn_beyond_positions(
         tokens: input_ids [B, T], or inputs_embeds [B, T, h].
         positions: position_ids, which restart in packed rows; None: positions count the tokens.
     """
-    max_positions = most_positions(text)
+    max_positions = position_limit(text)
     # Other embeddings have no limit, or a table that raises an error beyond its end.
     if not angles_of(text) or not has_data(tokens):
         return UNLIMITED
@@ -106,13 +108,13 @@ def warn_beyond_positions(
         return max_positions
     if positions is not None:
         length = int(positions.max()) + 1
-    warning = beyond_positions(config, length)
+    warning = positions_warning(config, length)
     if warning is not None:
         warnings.warn(warning, stacklevel=2)
     return UNLIMITED
 
 
-def extension(angles: Mapping[str, Any], max_positions: int, seq_len: int) -> dict[str, Any]:
+def yarn_fields(angles: Mapping[str, Any], max_positions: int, seq_len: int) -> dict[str, Any]:
     """Return the fields of `rope_parameters` that extend rotary embeddings to `seq_len` positions
     by YaRN, for the code that the warning prints.
 
@@ -121,6 +123,6 @@ def extension(angles: Mapping[str, Any], max_positions: int, seq_len: int) -> di
         max_positions: the model's `max_position_embeddings`.
         seq_len: positions of a row.
     """
-    original = angles.get(ORIGINAL) or max_positions
+    original = angles.get(ORIGINAL_POSITIONS_KEY) or max_positions
     factor = math.ceil(2 * seq_len / original) / 2
-    return {"rope_type": "yarn", "factor": factor, ORIGINAL: original}
+    return {"rope_type": "yarn", "factor": factor, ORIGINAL_POSITIONS_KEY: original}

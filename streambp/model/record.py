@@ -9,19 +9,19 @@ from __future__ import annotations
 import dataclasses
 from types import MappingProxyType
 
-from streambp.offload.costs import GRAPH, Chosen
-from streambp.prefixes.calls import Shared
+from streambp.offload.costs import GRAPH, SavesChoice
+from streambp.prefixes.calls import PackedRowSizes
 
-STREAMED = "streamed"
-KEPT_GRAPH = "kept its graph"
-UNPATCHED = "ran unpatched"
-WHOLE = "ran whole"
+OUTCOME_STREAMED = "streamed"
+OUTCOME_KEPT_GRAPH = "kept its graph"
+OUTCOME_UNPATCHED = "ran unpatched"
+OUTCOME_UNCHUNKED = "ran whole"
 NOT_TRIED = "not tried yet"
 UNITS = MappingProxyType({"GiB": 2**30, "MiB": 2**20, "KiB": 2**10})
 GIB = UNITS["GiB"]
 
 
-def sized(size: float) -> str:
+def size_text(size: float) -> str:
     """Return a number of bytes as text with a fitting unit, such as "7.8 GiB"."""
     for unit, scale in UNITS.items():
         if size >= scale:
@@ -29,7 +29,7 @@ def sized(size: float) -> str:
     return f"{size:.0f} B"
 
 
-def out_of(part: float, total: float) -> str:
+def share_text(part: float, total: float) -> str:
     """Return a part and a total in bytes as text, such as "0.03 of 7.8 GiB" or "1.2 KiB of 7.8
     GiB".
 
@@ -37,12 +37,12 @@ def out_of(part: float, total: float) -> str:
     """
     scale = next((scale for scale in UNITS.values() if total >= scale), 1)
     if scale == 1 or part < scale / 100:
-        return f"{sized(part)} of {sized(total)}"
-    return f"{part / scale:.2g} of {sized(total)}"
+        return f"{size_text(part)} of {size_text(total)}"
+    return f"{part / scale:.2g} of {size_text(total)}"
 
 
 @dataclasses.dataclass(frozen=True)
-class Saved:
+class SavedTensors:
     """One kind of tensor that layers saved for backward.
 
     Attributes:
@@ -58,7 +58,7 @@ class Saved:
 
     def __str__(self) -> str:
         name = "the graph" if self.name == GRAPH else self.name
-        size = "" if self.bytes is None else f" ({sized(self.bytes)})"
+        size = "" if self.bytes is None else f" ({size_text(self.bytes)})"
         return f"{name} of {self.layers} layer{'s' * (self.layers != 1)}{size}"
 
 
@@ -141,10 +141,10 @@ class StepRecord:
     chunks: int
     layers: int
     head: str
-    saved: tuple[Saved, ...] = ()
+    saved: tuple[SavedTensors, ...] = ()
     memory: StepMemory = StepMemory()
     host: HostTraffic | None = None
-    shared: Shared | None = None
+    shared: PackedRowSizes | None = None
     whole: tuple[tuple[str, str], ...] = ()
     split_by: str | None = None
     unpatched_steps: int = 0
@@ -192,9 +192,9 @@ class StepRecord:
         batch += (
             f" ({self.rows} row{'s' * (self.rows != 1)}{shared})" if self.rows > 1 or shared else ""
         )
-        if self.way == UNPATCHED:
+        if self.way == OUTCOME_UNPATCHED:
             return f"{batch} in one chunk, ran unpatched{self._room(self.needed, ': it needs')}"
-        if self.way == WHOLE:
+        if self.way == OUTCOME_UNCHUNKED:
             reasons = dict.fromkeys(reason for _, reason in self.whole)
             return f"{batch}, ran whole under gradient checkpointing: {'; '.join(reasons)}"
         chunks_text = (
@@ -209,8 +209,8 @@ class StepRecord:
             )
         moved_bytes = self.host is not None and self.host.out
         if moved_bytes:
-            savings = f"moved {sized(moved_bytes)} to the host"
-        elif self.way == KEPT_GRAPH:
+            savings = f"moved {size_text(moved_bytes)} to the host"
+        elif self.way == OUTCOME_KEPT_GRAPH:
             savings = (
                 f"backward recomputed nothing{self._room(self.saved_bytes, ', the graph took')}"
             )
@@ -229,14 +229,14 @@ class StepRecord:
         if size is None:
             return ""
         if self.free is None:
-            return f"{verb} {sized(size)}"
-        return f"{verb} {out_of(size, max(0.0, self.free))} free"
+            return f"{verb} {size_text(size)}"
+        return f"{verb} {share_text(size, max(0.0, self.free))} free"
 
     @property
     def line(self) -> str:
         """Return one line for a log: the step's number and sentence, the saved tensors, and how the
         loss was computed."""
-        if self.saved_bytes and self.way == STREAMED:
+        if self.saved_bytes and self.way == OUTCOME_STREAMED:
             names = f" ({', '.join(saved.name for saved in self.saved)})"
         else:
             names = ""
@@ -248,7 +248,7 @@ class StepRecord:
         host = self.host
         saved_bytes = (
             self.needed
-            if self.way == UNPATCHED
+            if self.way == OUTCOME_UNPATCHED
             else self.saved_bytes
             if self.let_go is None
             else 0.0
@@ -273,19 +273,19 @@ class StepRecord:
         There is a line for each kind of tensor that layers saved for backward. The last line states
         the free device memory, which limits further saved tensors.
         """
-        if self.way == UNPATCHED:
+        if self.way == OUTCOME_UNPATCHED:
             return ("all activations and the logits, as the unpatched model does (auto)",)
         if self.split_by is not None:
             return ("nothing (auto: sequences are split over ranks)",)
-        if self.way == WHOLE:
+        if self.way == OUTCOME_UNCHUNKED:
             return ("nothing (auto: layers that run whole keep their inputs alone)",)
         if self.free is None:
             if self.number == 1:
                 return ("nothing (auto: the first step counts what there is to save)",)
             return ("nothing (auto: the device's free memory or the cost of a layer is not known)",)
-        free_text = f"auto: a step without saves leaves {sized(max(0.0, self.free))} free"
+        free_text = f"auto: a step without saves leaves {size_text(max(0.0, self.free))} free"
         if self.least_free is not None:
-            free_text += f"; at least {sized(max(0.0, self.least_free))} stayed free"
+            free_text += f"; at least {size_text(max(0.0, self.least_free))} stayed free"
         if self.let_go is not None:
             free_text += f"; {self.let_go}, so all of it was let go of and recomputed"
         return (
@@ -295,7 +295,7 @@ class StepRecord:
         )
 
 
-def offloaded(choice: Chosen) -> str:
+def offload_text(choice: SavesChoice) -> str:
     """Return a sentence on the saved tensors that offload="auto" moves to the host, with the
     measurements behind this choice and the tensors that were not chosen."""
     m = choice.measured
@@ -311,7 +311,8 @@ def offloaded(choice: Chosen) -> str:
     )
     return (
         f"auto chose {names or 'layer inputs alone'} at {m.length:,} tokens ({m.seconds:.3g} s of "
-        f"forward, {rates}): {sized(leaves)} leave in {copying:.3g} s, {hidden:.0%} of it behind "
+        f"forward, {rates}): {size_text(leaves)} leave in {copying:.3g} s, {hidden:.0%} of it "
+        "behind "
         "the compute, and spare "
         f"{choice.spared:.3g} FLOPs in backward" + (f"; {kept_out}" if kept_out else "")
     )

@@ -10,21 +10,21 @@ from transformers import PreTrainedConfig
 
 from streambp.attention.interface import attention_configs, own_implementation
 from streambp.distributed.context_parallel import find_context_parallel
-from streambp.distributed.ulysses import SplitOver, find_ulysses
+from streambp.distributed.ulysses import SplitGroup, find_ulysses
 from streambp.errors import StreamBPError, UnsupportedModelError
 from streambp.layer.layer_state import LayerState
 from streambp.sharded.call import keeps
-from streambp.sharded.gathered import GatheredShards, room_for_keys
+from streambp.sharded.gathered_keys import GatheredShards, key_memory_bytes
 from streambp.sharded.shards import Shards, gather_shards
 
-MANY = 2**16  # more than the number of layers
-BOTH = (
+LAYER_NUMBER_LIMIT = 2**16  # more than the number of layers
+TWO_SPLITS_ERROR = (
     "DeepSpeed Ulysses and torch's context parallelism both split this batch over ranks, and "
     "streamed layers support one of them at a time."
 )
 
 
-def find_split(config: PreTrainedConfig, training: bool) -> SplitOver | None:
+def find_split(config: PreTrainedConfig, training: bool) -> SplitGroup | None:
     """Return how another library splits each sequence over ranks at this moment; None if sequences
     are not split.
 
@@ -42,7 +42,7 @@ def find_split(config: PreTrainedConfig, training: bool) -> SplitOver | None:
         return context
     if context is not None:
         raise UnsupportedModelError(
-            f"{BOTH} Choose one, or run this model unpatched (streambp.unpatch(model))."
+            f"{TWO_SPLITS_ERROR} Choose one, or run this model unpatched (streambp.unpatch(model))."
         )
     return ulysses
 
@@ -60,7 +60,7 @@ def refuse_lone_layer(layer_state: LayerState) -> None:
     layer = layer_state.layer
     if any(
         find_split(config, layer.training) is not None
-        for config in layer_state.of(attention_configs)
+        for config in layer_state.cached_result(attention_configs)
     ):
         raise UnsupportedModelError(
             f"{type(layer).__name__} was called directly while sequences are split over ranks. "
@@ -115,13 +115,13 @@ def shards_of(
     positions = kwargs.get("position_ids")
     mask = kwargs.get("attention_mask")
     agreed = sum(
-        keeps(layer_state.config, "kv") + MANY * keeps(layer_state.config, "attn_out")
+        keeps(layer_state.config, "kv") + LAYER_NUMBER_LIMIT * keeps(layer_state.config, "attn_out")
         for layer_state in layer_states
     )
     if split.balanced is None:  # Ulysses
         return gather_shards(Shards, split.group, tokens, positions, mask, agreed)
     kind = functools.partial(GatheredShards, balanced=split.balanced)
-    agreed += MANY * MANY * split.balanced
+    agreed += LAYER_NUMBER_LIMIT * LAYER_NUMBER_LIMIT * split.balanced
     return gather_shards(
-        kind, split.group, tokens, positions, mask, agreed, room_for_keys(tokens.device)
+        kind, split.group, tokens, positions, mask, agreed, key_memory_bytes(tokens.device)
     )

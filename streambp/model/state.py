@@ -21,29 +21,29 @@ from streambp.device import has_data
 from streambp.distributed.engines import engine_ownership
 from streambp.errors import UnsupportedModelError
 from streambp.foreign import wrapped_functions
-from streambp.head.one_pass import Pending
+from streambp.head.one_pass import PendingGradients
 from streambp.head.recipe import HeadRequest
-from streambp.instance_forward import Home, InstanceForward, Living, StepOwner
+from streambp.instance_forward import InstanceForward, PatchedModuleRef, StepOwner, WeakSequence
 from streambp.known_names import (
-    CHECKPOINTING,
+    CHECKPOINTING_ATTRIBUTES,
+    CONFIG_DEFAULTS_VARIABLE,
     DOCUMENT_ENDS,
-    FILLED_IN,
     FLASH,
-    STATE,
+    STATE_ARGUMENT,
     UNTYPED_CACHES,
 )
 from streambp.layer.layer_state import LayerState
 from streambp.layer.witness import Witnesses
-from streambp.model.deferring import DeferredForward
 from streambp.model.fused_layers import InstalledKernels
+from streambp.model.head_deferral import DeferredForward
 from streambp.model.steps import Steps
 from streambp.model.unpatched import UnpatchedRuns
+from streambp.offload.host_choice import HostChoice
 from streambp.offload.manager import OffloadManager
-from streambp.offload.moving import HostChoice
 from streambp.offload.policy import SavesPolicy
 from streambp.offload.weights import HostWeights
-from streambp.prefixes.calls import Unseen
-from streambp.prefixes.tree import Tree
+from streambp.prefixes.calls import PaddingCheck
+from streambp.prefixes.tree import PrefixTree
 from streambp.recurrent.documents import PackedRows
 from streambp.sharded.shards import Shards
 
@@ -87,8 +87,8 @@ class ForwardContext:
     packed_rows: PackedRows | None = None
     position_ids: Any = None
     labels: tuple[Any, Any] = (None, None)
-    padding_unseen: Unseen = None
-    tree: Tree | None = None
+    padding_unseen: PaddingCheck = None
+    tree: PrefixTree | None = None
     failed: list[Exception] | None = None
     asked_cache: bool = False
     names_cache: bool | None = None
@@ -158,17 +158,17 @@ class PatchState:
     config: StreamConfig
     owner: StepOwner = dataclasses.field(default_factory=StepOwner, repr=False)
     witnesses: Witnesses = dataclasses.field(default_factory=Witnesses, repr=False)
-    home: Home = dataclasses.field(default_factory=Home, repr=False)
+    home: PatchedModuleRef = dataclasses.field(default_factory=PatchedModuleRef, repr=False)
     left_alone: tuple[str, ...] = ()
     fused: InstalledKernels = dataclasses.field(default_factory=InstalledKernels, repr=False)
     running: ForwardContext = dataclasses.field(default_factory=ForwardContext, repr=False)
-    pending: Pending = dataclasses.field(default_factory=Pending)
+    pending: PendingGradients = dataclasses.field(default_factory=PendingGradients)
     offloader: OffloadManager | None = None
     weights: HostWeights | None = None
     steps: Steps = dataclasses.field(default_factory=Steps, repr=False)
     saves_policy: SavesPolicy | None = None
     unpatched: UnpatchedRuns | None = None
-    wrappers: Living[InstanceForward] = dataclasses.field(default_factory=Living)
+    wrappers: WeakSequence[InstanceForward] = dataclasses.field(default_factory=WeakSequence)
     history: CallHistory = dataclasses.field(default_factory=CallHistory, repr=False)
     shares_through_cache: bool = False
 
@@ -224,12 +224,12 @@ class PatchState:
         self.running.asked_cache |= wants_a_cache
         kwargs["use_cache"] = False
 
-    def as_unpatched(
+    def run_unpatched(
         self,
         run: Callable[[], T],
         kwargs: Mapping[str, Any],
         config: PreTrainedConfig,
-        padding_unseen: Unseen,
+        padding_unseen: PaddingCheck,
     ) -> T | None:
         """Run a training micro-batch through the unpatched model's forward, and return the output.
         Return None if the micro-batch must be computed chunk by chunk, for example because its
@@ -275,7 +275,7 @@ def has_cache(kwargs: Mapping[str, Any]) -> bool:
         if value is None:
             continue
         kind: Any = type(value)
-        if is_cache_class(kind) or name == STATE or name in UNTYPED_CACHES:
+        if is_cache_class(kind) or name == STATE_ARGUMENT or name in UNTYPED_CACHES:
             return True
     return False
 
@@ -290,7 +290,7 @@ def names_cache(model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
         return False
     return not (
         model.training
-        and any(getattr(module, CHECKPOINTING[0], False) for module in model.modules())
+        and any(getattr(module, CHECKPOINTING_ATTRIBUTES[0], False) for module in model.modules())
     )
 
 
@@ -301,7 +301,7 @@ def fills_in_defaults(model: nn.Module) -> bool:
     codes = (
         getattr(function, "__code__", None) for function in wrapped_functions(type(model).forward)
     )
-    return any(FILLED_IN in getattr(code, "co_varnames", ()) for code in codes)
+    return any(CONFIG_DEFAULTS_VARIABLE in getattr(code, "co_varnames", ()) for code in codes)
 
 
 def models_around(part: nn.Module, root: nn.Module) -> list[nn.Module]:

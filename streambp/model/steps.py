@@ -32,13 +32,13 @@ from torch.autograd import Variable
 from torch.utils.hooks import unserializable_hook
 
 from streambp.device import allocator_count
-from streambp.instance_forward import Living
+from streambp.instance_forward import WeakSequence
 from streambp.layer.layer_state import CallReport, LayerState
-from streambp.layer.oom import bare_advice
+from streambp.layer.oom import advise_after_backward
 from streambp.model.record import StepRecord
-from streambp.offload.costs import Choice, Chosen, was_moved
+from streambp.offload.costs import MicroBatchChoice, SavesChoice, was_moved
 from streambp.offload.manager import OffloadManager
-from streambp.prefixes.calls import Shared
+from streambp.prefixes.calls import PackedRowSizes
 
 logger = logging.getLogger(__name__)
 Shape = tuple[int, int]
@@ -64,8 +64,8 @@ class Step:
     unpatched: bool
     shapes: dict[int, Shape]
     reports: list[CallReport] = dataclasses.field(default_factory=list)
-    choice: Choice | None = None
-    shared: Shared | None = None
+    choice: MicroBatchChoice | None = None
+    shared: PackedRowSizes | None = None
     moved_bytes: Mapping[str, float] = dataclasses.field(default_factory=dict)
     in_backward: bool = False
     over: bool = False
@@ -80,7 +80,7 @@ class Step:
     def drop_reason(self) -> str | None:
         """Return the reason why saved tensors were freed before backward used them; None: none was
         freed."""
-        return self.choice.drop_reason if isinstance(self.choice, Chosen) else None
+        return self.choice.drop_reason if isinstance(self.choice, SavesChoice) else None
 
 
 class Steps:
@@ -101,7 +101,7 @@ class Steps:
 
     def __init__(self, offloader: OffloadManager | None = None) -> None:
         self.offloader = offloader
-        self.layer_states = Living[LayerState]()
+        self.layer_states = WeakSequence[LayerState]()
         self.tell: Callable[[], StepRecord | None] | None = None
         self.name = ""
         self.last: Step | None = None
@@ -121,7 +121,7 @@ class Steps:
         self.name = name
 
     @contextlib.contextmanager
-    def unnoted(self) -> Iterator[None]:
+    def pause_recording(self) -> Iterator[None]:
         """Context manager for runs that are no training steps, such as a warm-up. Steps inside are
         neither counted nor logged, and the record of the last step is restored at the end."""
         previous = self.last, self.unpatched, self.short, self.tell
@@ -132,8 +132,12 @@ class Steps:
             self.settle()
             self.last, self.unpatched, self.short, self.tell = previous
 
-    def forward_done(
-        self, backbone: int, tokens: Tensor | None, shared: Shared | None, unpatched: bool = False
+    def record_forward_end(
+        self,
+        backbone: int,
+        tokens: Tensor | None,
+        shared: PackedRowSizes | None,
+        unpatched: bool = False,
     ) -> None:
         """Record the end of a backbone's forward with gradients.
 
@@ -171,7 +175,7 @@ class Steps:
         """
         self.last = last
 
-    def _choice(self) -> Choice | None:
+    def _choice(self) -> MicroBatchChoice | None:
         """Return what the policy for saves="auto" chose for the newest micro-batch: the tensors to
         save, or a run of the unpatched forward. None if nothing was chosen."""
         chooser = self.layer_states[0].saves_policy if self.layer_states else None
@@ -187,7 +191,7 @@ class Steps:
 
         @unserializable_hook
         def begun(grad: Tensor) -> None:
-            self.in_backward(grad.device)
+            self.start_backward(grad.device)
 
         values = (
             output.values()
@@ -201,7 +205,7 @@ class Steps:
                 value.register_hook(begun)
                 return
 
-    def last_with_choice(self) -> Step | None:
+    def last_decided_step(self) -> Step | None:
         """Return the record of the last step, or None before the first step. If an unpatched step
         is still in progress, the choice in its record is updated first, because forward may end
         before the choice is made."""
@@ -211,7 +215,7 @@ class Steps:
             step.choice = self._choice()
         return step
 
-    def in_backward(self, device: torch.device) -> None:
+    def start_backward(self, device: torch.device) -> None:
         """Record the start of a backward on `device`: the backward of a layer, or of a forward that
         ran unpatched."""
         step = self.last
@@ -221,11 +225,11 @@ class Steps:
         if device not in step.ooms:
             step.ooms[device] = allocator_count(device, "num_ooms")
         if not step.in_backward:
-            self.last_with_choice()
+            self.last_decided_step()
             step.in_backward = True
             for layer_state in self.layer_states:
                 layer_state.last_call.error_has_advice = False
-            Variable._execution_engine.queue_callback(_Ending(self, step))  # type: ignore[attr-defined]
+            Variable._execution_engine.queue_callback(_BackwardEndCallback(self, step))  # type: ignore[attr-defined]
 
     def settle(self) -> None:
         """Mark the last step as ended, and add it to the counts. Log a line if the step ran in a
@@ -273,7 +277,7 @@ class Steps:
         logger.info("%s: %s", self.name, "" if record is None else record.line)
 
 
-class _Ending:
+class _BackwardEndCallback:
     """Callback by which autograd's engine marks a step as ended, at the end of the step's backward.
 
     If backward fails, the engine frees the callback without a call. The callback's finalizer then
@@ -299,7 +303,7 @@ class _Ending:
         if any(allocator_count(device, "num_ooms") > count for device, count in step.ooms.items()):
             plan = max((r.plan for r in step.reports if r.plan is not None), key=len, default=None)
             warnings.warn(
-                bare_advice(
+                advise_after_backward(
                     step.tokens,
                     None
                     if plan is None

@@ -13,7 +13,7 @@ from streambp.model.last_step import last_step
 from streambp.model.record import StepRecord
 
 logger = logging.getLogger(__name__)
-LOSS = "loss"  # present in training logs, absent from evaluation logs
+LOSS_KEY = "loss"  # present in training logs, absent from evaluation logs
 
 
 class StreamCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
@@ -70,7 +70,7 @@ class StreamCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
         """Add the numbers of the last step to `logs`, and to the copy of `logs` in the Trainer's
         history."""
         try:
-            if not isinstance(logs, dict) or LOSS not in logs:
+            if not isinstance(logs, dict) or LOSS_KEY not in logs:
                 return
             record = _last_step(model)
             previous = self._previous

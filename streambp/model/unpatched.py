@@ -26,8 +26,8 @@ If StreamConfig(unpatched_runs=False) is set, every micro-batch streams, and a b
 retried.
 
 Each layer must have streamed once before, which measures its memory and proves that the layer can
-stream. If no fused kernel can attend (`AsSdpa`), the attention scores that torch builds are counted
-too; a mask [T, T] is always counted.
+stream. If no fused kernel can attend (`SdpaComparison`), the attention scores that torch builds are
+counted too; a mask [T, T] is always counted.
 
 Results must not depend on the free memory, which decides how a micro-batch runs. A call for which
 streaming computes something else than the unpatched model therefore always streams. Examples are
@@ -63,28 +63,31 @@ from streambp.device import (
     RandomState,
     is_out_of_memory,
     make_room,
+    reports_memory,
     run_and_watch_draws,
-    tells_memory,
 )
 from streambp.distributed.engines import engine_hooks
 from streambp.known_names import EAGER, SDPA
 from streambp.layer.layer_state import LayerState
 from streambp.model.split import find_split
 from streambp.model.steps import Steps
-from streambp.offload.costs import AsUnpatched
-from streambp.offload.policy import IGNORED_SHARE_OF_FREE_MEMORY, SavesPolicy
+from streambp.offload.costs import UnpatchedChoice
+from streambp.offload.policy import IGNORED_FREE_MEMORY_FRACTION, SavesPolicy
 
 MAX_SHARE_OF_FREE_MEMORY = 0.8  # fraction of the memory that a step without saves leaves free
-SCORES, MASK = 16, 4  # bytes for each query and key: scores of one head with softmax; a mask
-LOGITS = 16  # bytes of a logit and its gradient, in the model's dtype and float32, and 4 more
+SCORE_BYTES, MASK_BYTES = (
+    16,
+    4,
+)  # bytes for each query and key: scores of one head with softmax; a mask
+LOGIT_BYTES = 16  # bytes of a logit and its gradient, in the model's dtype and float32, and 4 more
 # Used with map over all layers, because each step of a generator is a call.
-INDEX, HEADS, SEEN_WRITING = map(
+GET_INDEX, GET_HEADS, GET_SEEN_WRITING = map(
     operator.attrgetter, ("index", "last_call.sdpa.heads", "seen_writing")
 )
 T = TypeVar("T")
 
 
-class ComputedAgainError(Exception):
+class LayerRecomputationError(Exception):
     """Raised if a user's checkpoint surrounds a single layer of a model that runs unpatched: the
     recomputation in backward would call the layer alone. The micro-batch is then computed chunk by
     chunk."""
@@ -146,11 +149,11 @@ class UnpatchedRuns:
             inputs = kwargs.get("inputs_embeds")
         if not isinstance(inputs, Tensor) or inputs.dim() < 2:
             return None
-        self.saves_policy.begins(inputs.device)
-        if not self._can(inputs, config):
+        self.saves_policy.begin_forward(inputs.device)
+        if not self._can_run(inputs, config):
             return None
         tokens = inputs.shape[0] * inputs.shape[1]
-        prediction = self.predicted(tokens, inputs.shape[1], inputs.device, config)
+        prediction = self.predict_memory(tokens, inputs.shape[1], inputs.device, config)
         if (
             prediction is None
             or prediction.bytes > MAX_SHARE_OF_FREE_MEMORY * prediction.headroom
@@ -169,7 +172,7 @@ class UnpatchedRuns:
                 raise
             result = None
             allocators = isinstance(error, torch.OutOfMemoryError)
-        except ComputedAgainError:
+        except LayerRecomputationError:
             self.steps.forget_since(last)
             random.restore()
             self.max_tokens = 0
@@ -177,14 +180,14 @@ class UnpatchedRuns:
         finally:
             self.within = False
         # Here and not in the except block, because the error's frames reference tensors.
-        if result is not None and tells_memory(inputs.device):
+        if result is not None and reports_memory(inputs.device):
             free_after = self.saves_policy.free(inputs.device)
         else:
             free_after = None
         used_bytes = 0.0 if free_before is None or free_after is None else free_before - free_after
         if (
             free_before is not None
-            and used_bytes > prediction.bytes + IGNORED_SHARE_OF_FREE_MEMORY * free_before
+            and used_bytes > prediction.bytes + IGNORED_FREE_MEMORY_FRACTION * free_before
         ):
             self.factor *= used_bytes / prediction.bytes
         if result is None or used_bytes > (1 + MAX_SHARE_OF_FREE_MEMORY) / 2 * prediction.headroom:
@@ -215,19 +218,19 @@ class UnpatchedRuns:
         """Check the call of a layer during an unpatched forward. Called at the start of each layer.
 
         Raises:
-            ComputedAgainError: a user's checkpoint surrounds the layer, so that grad mode is off or
-                saved_tensors_hooks are active. The checkpoint's recomputation would run chunk by
-                chunk.
+            LayerRecomputationError: a user's checkpoint surrounds the layer, so that grad mode is
+                off or saved_tensors_hooks are active. The checkpoint's recomputation would run
+                chunk by chunk.
         """
         if (
             not torch.is_grad_enabled()
             or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         ):
-            raise ComputedAgainError
+            raise LayerRecomputationError
 
-    def predicted(
+    def predict_memory(
         self, tokens: int, length: int, device: torch.device, config: PreTrainedConfig
-    ) -> AsUnpatched | None:
+    ) -> UnpatchedChoice | None:
         """Return the predicted memory of an unpatched micro-batch; None if it is unknown, or if the
         model has several backbones.
 
@@ -237,15 +240,15 @@ class UnpatchedRuns:
             device: the device.
             config: config of the text model, for the vocabulary size.
         """
-        if len(set(map(INDEX, self.steps.layer_states))) < len(self.steps.layer_states):
+        if len(set(map(GET_INDEX, self.steps.layer_states))) < len(self.steps.layer_states):
             return None
-        heads = list(map(HEADS, self.steps.layer_states))
+        heads = list(map(GET_HEADS, self.steps.layer_states))
         vocabulary = getattr(config, "vocab_size", 0)
-        return kept_unpatched(
+        return unpatched_saved_bytes(
             self.saves_policy, tokens, length, device, heads, vocabulary, self.factor
         )
 
-    def _can(self, inputs: Tensor, config: PreTrainedConfig) -> bool:
+    def _can_run(self, inputs: Tensor, config: PreTrainedConfig) -> bool:
         """True if nothing but the free memory says that the micro-batch must be streamed, and the
         unpatched forward gives the same numbers.
 
@@ -266,7 +269,7 @@ class UnpatchedRuns:
         if is_initialized() and find_split(config, True) is not None:
             return False
         for layer_state in self.steps.layer_states:
-            if not any(map(SEEN_WRITING, layer_state.tests.results.values())) or not is_plain(
+            if not any(map(GET_SEEN_WRITING, layer_state.tests.results.values())) or not is_plain(
                 layer_state
             ):
                 return False
@@ -283,7 +286,7 @@ class UnpatchedRuns:
             self.max_tokens = min(self.max_tokens, last.tokens // 2)
 
 
-def kept_unpatched(
+def unpatched_saved_bytes(
     saves_policy: SavesPolicy,
     tokens: int,
     length: int,
@@ -291,7 +294,7 @@ def kept_unpatched(
     heads: Sequence[int],
     vocabulary: int,
     factor: float = 1.0,
-) -> AsUnpatched | None:
+) -> UnpatchedChoice | None:
     """Return the bytes that an unpatched micro-batch saves for backward (graphs of all layers, and
     logits [B, T, V]) and the free bytes; None if unknown.
 
@@ -309,8 +312,10 @@ def kept_unpatched(
     if graph_bytes is None:
         return None
     graphs, spare = graph_bytes
-    keys = (MASK * len(heads) + SCORES * sum(heads)) * length
-    return AsUnpatched(tokens, factor * (graphs + tokens * (keys + LOGITS * vocabulary)), spare)
+    keys = (MASK_BYTES * len(heads) + SCORE_BYTES * sum(heads)) * length
+    return UnpatchedChoice(
+        tokens, factor * (graphs + tokens * (keys + LOGIT_BYTES * vocabulary)), spare
+    )
 
 
 def is_plain(layer_state: LayerState) -> bool:
@@ -324,11 +329,11 @@ def is_plain(layer_state: LayerState) -> bool:
         layer_state.last_call.report.reason is not None
         or layer_state.kind.states.carries
         or layer_state.kind.attention.picks_keys
-        or layer_state.of(engine_hooks)
+        or layer_state.cached_result(engine_hooks)
         or not layer_state.kind.attention.reads_a_mask  # custom attention, with all scores
     ):
         return False
-    implementations = set(map(own_implementation, layer_state.of(attention_configs)))
+    implementations = set(map(own_implementation, layer_state.cached_result(attention_configs)))
     return EAGER not in implementations and (
         SDPA not in implementations or layer_state.last_call.sdpa.same_numbers
     )

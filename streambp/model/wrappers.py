@@ -15,7 +15,6 @@ from torch.distributed import is_initialized
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from streambp.admission.biased import stream_biased
 from streambp.admission.entry import stream_layer
 from streambp.admission.stacks import (
     adds_bias,
@@ -24,33 +23,34 @@ from streambp.admission.stacks import (
     kind_of,
     states_argument,
 )
+from streambp.admission.t5_bias import stream_biased
 from streambp.admission.third_party import distinct_attentions, refuse_foreign_attention
-from streambp.attention.interface import attention_configs, routed
+from streambp.attention.interface import attention_configs, route_attention
 from streambp.attention.masks import LazyMask
 from streambp.device import has_data
 from streambp.distributed.engines import differentiable_input
 from streambp.distributed.host import engine_host_use
 from streambp.errors import StreamBPError, UnsharedError
-from streambp.foreign import eager
+from streambp.foreign import eager_forward
 from streambp.head.recipe import HeadRequest
 from streambp.instance_forward import InstanceForward
 from streambp.known_names import (
-    CHECKPOINTING,
+    APPLY_METHOD,
+    CHECKPOINTING_ATTRIBUTES,
     DOCUMENT_ENDS,
     DOCUMENT_IDS,
     EAGER,
-    ENGINES,
+    ENGINE_PACKAGES,
     FLASH,
     FORWARD_HOOKS,
-    MOVES,
+    KWARGS_HOOKS,
     REPLICATE,
-    WITH_KWARGS,
     Z3_LEAF,
 )
 from streambp.layer.layer_state import LayerState
-from streambp.layer.oom import explaining
+from streambp.layer.oom import explain_memory_errors
 from streambp.model.absent_cache import with_absent_cache
-from streambp.model.deferring import DeferredForward, can_be_deferred
+from streambp.model.head_deferral import DeferredForward, can_be_deferred
 from streambp.model.positions import warn_beyond_positions
 from streambp.model.split import refuse_lone_layer, refuse_replicas, shards_of
 from streambp.model.state import (
@@ -64,10 +64,16 @@ from streambp.model.state import (
     warn_of_trials,
 )
 from streambp.offload.manager import OffloadManager
-from streambp.prefixes.admission import check_streamed, tell
-from streambp.prefixes.calls import AS_UNPATCHED, ONE_ROW, Shared, SharedPrefixes, Unseen
-from streambp.prefixes.late import RowsForward
-from streambp.prefixes.tree import Tree
+from streambp.prefixes.admission import attach_tree, check_streamed
+from streambp.prefixes.calls import (
+    REASON_ONE_ROW,
+    REASON_RUN_UNPATCHED,
+    PackedRowSizes,
+    PaddingCheck,
+    SharedPrefixes,
+)
+from streambp.prefixes.deferred_rows import RowsForward
+from streambp.prefixes.tree import PrefixTree
 from streambp.recurrent.documents import PackedRows, packed_rows
 from streambp.sharded.bidirectional import stream_bidirectional
 from streambp.sharded.layer import stream_shard
@@ -98,7 +104,7 @@ class LayerForward(InstanceForward):
             offloader=state.offloader,
             weights=state.weights,
             index=index,
-            previous=eager(self.previous),
+            previous=eager_forward(self.previous),
             owner=state.owner,
             witnesses=state.witnesses,
         )
@@ -118,7 +124,7 @@ class LayerForward(InstanceForward):
 
         The hook would only slow calls down if DeepSpeed is absent.
         """
-        if self.leaf is None and ENGINES[0] in sys.modules:
+        if self.leaf is None and ENGINE_PACKAGES[0] in sys.modules:
             self.leaf = self.module.register_forward_pre_hook(
                 differentiable_input, with_kwargs=True, prepend=True
             )
@@ -130,18 +136,18 @@ class LayerForward(InstanceForward):
         if self.leaf is not None:
             self.leaf.remove()
 
-    def leave(self, attributes: dict[str, Any]) -> None:
+    def remove_from_attributes(self, attributes: dict[str, Any]) -> None:
         """Remove what this object installed on its layer from the attributes of a copy of the
         layer.
 
         Args:
             attributes: the copy's `__dict__`.
         """
-        super().leave(attributes)
-        attributes.pop(MOVES, None)
+        super().remove_from_attributes(attributes)
+        attributes.pop(APPLY_METHOD, None)
         attributes.pop(Z3_LEAF, None)
         if self.leaf is not None:
-            for table in (FORWARD_HOOKS[1], WITH_KWARGS):
+            for table in (FORWARD_HOOKS[1], KWARGS_HOOKS):
                 attributes[table] = type(attributes[table])(
                     (key, hook) for key, hook in attributes[table].items() if key != self.leaf.id
                 )
@@ -159,9 +165,9 @@ class LayerForward(InstanceForward):
         with self.state.owner.enter():
             if context.failed is None:
                 return self._call(args, kwargs)
-            return self._on_trial(context.failed, args, kwargs)
+            return self._call_in_trial(context.failed, args, kwargs)
 
-    def _on_trial(
+    def _call_in_trial(
         self, failed: list[Exception], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Call the layer in the test run that checks if rows can share prefixes. If the layer
@@ -187,9 +193,9 @@ class LayerForward(InstanceForward):
         context = self.state.running
         tree = context.tree
         if tree is not None:
-            tell(tree, self.layer_state, args, kwargs)
+            attach_tree(tree, self.layer_state, args, kwargs)
         if context.bypass or has_cache(kwargs):
-            with self.layer_state.weights_for_once(
+            with self.layer_state.load_weights_once(
                 args, kwargs, "a cache or attention weights were asked for"
             ):
                 return self.original(*args, **kwargs)
@@ -202,7 +208,7 @@ class LayerForward(InstanceForward):
             config._attn_implementation == EAGER for config in attention_configs(self.module)
         ):
             # A model always passes a mask; a direct call of the layer may not.
-            with self.layer_state.weights_for_once(
+            with self.layer_state.load_weights_once(
                 args, kwargs, "eager attention without a mask reads later keys"
             ):
                 return self.original(*args, **kwargs)
@@ -276,7 +282,7 @@ class BackboneForward(InstanceForward):
             return self.original(*args, **kwargs)
         if args:
             kwargs = {**kwargs, **self.__signature__.bind_partial(*args).arguments}
-        if ENGINES[0] in sys.modules:
+        if ENGINE_PACKAGES[0] in sys.modules:
             for wrapper in self.state.wrappers:
                 if isinstance(wrapper, LayerForward):
                     wrapper.meet_engine()
@@ -300,29 +306,29 @@ class BackboneForward(InstanceForward):
                 for layer in self.layers:
                     # Trainer enables checkpointing at the start of training. In transformers up to
                     # 5.22 the flag would recompute the layer once more.
-                    if layer.__dict__.get(CHECKPOINTING[0]):
+                    if layer.__dict__.get(CHECKPOINTING_ATTRIBUTES[0]):
                         layer.gradient_checkpointing = False  # type: ignore[assignment]
                         self.checkpointed.append(layer)
                 self._check(kwargs, tokens)
                 state.leave_cache_out(self.module.config, kwargs)
                 cacheless = context.asked_cache and self._leaves_a_cache_out()
                 if state.saves_policy is not None and isinstance(tokens, Tensor):
-                    state.saves_policy.begins(tokens.device)
+                    state.saves_policy.begin_forward(tokens.device)
                 output = (
                     None
                     if state.unpatched is None or context.is_recomputation
-                    else self._unstreamed(kwargs)
+                    else self._run_unpatched(kwargs)
                 )
                 if output is not None:
                     if self.prefixes is not None:
-                        self.prefixes.last = AS_UNPATCHED
-                    state.steps.forward_done(id(self.module), tokens, None, unpatched=True)
+                        self.prefixes.last = REASON_RUN_UNPATCHED
+                    state.steps.record_forward_end(id(self.module), tokens, None, unpatched=True)
                     return with_absent_cache(output) if cacheless else output
                 if state.offloader is not None and not state.offloader.on_demand:
                     self._meet_engines_on_the_host(state.offloader)
                 if is_initialized():
                     context.shards = shards_of(
-                        kwargs, tokens, self.module.config, self.module.training, self._sites
+                        kwargs, tokens, self.module.config, self.module.training, self._layer_states
                     )
                     state.history.split = context.shards or state.history.split
                     if state.host is not None:
@@ -337,13 +343,13 @@ class BackboneForward(InstanceForward):
                 if torch.is_grad_enabled():
                     output = self._run(kwargs)
                 else:
-                    output = self._watched(kwargs)
+                    output = self._run_watching_draws(kwargs)
                 self._note(tokens)
                 return with_absent_cache(output) if cacheless else output
             finally:
                 context.asked_cache = False
                 if state.saves_policy is not None:
-                    state.saves_policy.ended()
+                    state.saves_policy.end_forward()
                 context.bypass, context.shards, context.packed_rows = previous
                 if context.deferring is not None:
                     context.deferring.remove()
@@ -360,17 +366,17 @@ class BackboneForward(InstanceForward):
         context = state.running
         if torch.is_grad_enabled() and not context.is_recomputation:
             shared = getattr(self.prefixes, "last", None)
-            state.steps.forward_done(
-                id(self.module), tokens, shared if isinstance(shared, Shared) else None
+            state.steps.record_forward_end(
+                id(self.module), tokens, shared if isinstance(shared, PackedRowSizes) else None
             )
             if self.module.training and not state.history.warned_of_documents:
                 implementation = self.module.config._attn_implementation  # type: ignore[union-attr]
                 asked_cache = context.asked_cache and FLASH not in str(implementation)
                 state.history.warned_of_documents = warn_of_documents(
-                    self._sites, asked_cache, context.packed_rows is not None
+                    self._layer_states, asked_cache, context.packed_rows is not None
                 )
         if not state.history.warned_of_trials:
-            state.history.warned_of_trials = warn_of_trials(self._sites)
+            state.history.warned_of_trials = warn_of_trials(self._layer_states)
 
     def _meet_engines_on_the_host(self, offloader: OffloadManager) -> None:
         """Set how much host memory the offloader must leave to a DeepSpeed engine and to weights on
@@ -386,7 +392,7 @@ class BackboneForward(InstanceForward):
                 (0, 0) if weights is None else weights.host_bytes
             )
 
-    def _unstreamed(self, kwargs: dict[str, Any]) -> Any:
+    def _run_unpatched(self, kwargs: dict[str, Any]) -> Any:
         """Run the model's own forward unpatched, and return its output. Return None if this
         training micro-batch must be computed chunk by chunk. [Note: micro-batches as unpatched]"""
         if not (self.module.training and torch.is_grad_enabled()):
@@ -400,9 +406,9 @@ class BackboneForward(InstanceForward):
                 self.state.running.bypass = False
 
         config: PreTrainedConfig = self.module.config.get_text_config()  # type: ignore[operator, union-attr]
-        return self.state.as_unpatched(run, kwargs, config, self.state.running.padding_unseen)
+        return self.state.run_unpatched(run, kwargs, config, self.state.running.padding_unseen)
 
-    def _watched(self, kwargs: dict[str, Any]) -> Any:
+    def _run_watching_draws(self, kwargs: dict[str, Any]) -> Any:
         """Return the output of a forward without gradients, and record if the forward drew random
         numbers, which a forward with gradients may have to draw again (GradCache)."""
         state = self.state
@@ -413,7 +419,7 @@ class BackboneForward(InstanceForward):
                 run = functools.partial(watcher.watch_draws, run, device)
         return run()
 
-    def packs(self, kwargs: Mapping[str, Any], padding_unseen: Unseen) -> bool:
+    def packs(self, kwargs: Mapping[str, Any], padding_unseen: PaddingCheck) -> bool:
         """True if this call would be computed as one packed row without padding, in which common
         prefixes of rows appear once. Such a micro-batch does not run unpatched.
 
@@ -423,7 +429,7 @@ class BackboneForward(InstanceForward):
         """
         labels = self.state.running.labels
         return self.prefixes is not None and self.prefixes.saves(
-            kwargs, self._sites, labels, padding_unseen
+            kwargs, self._layer_states, labels, padding_unseen
         )
 
     def _run(self, kwargs: dict[str, Any]) -> Any:
@@ -437,7 +443,9 @@ class BackboneForward(InstanceForward):
             )
 
         def over(
-            kwargs: Mapping[str, Any], tree: Tree | None, failed: list[Exception] | None = None
+            kwargs: Mapping[str, Any],
+            tree: PrefixTree | None,
+            failed: list[Exception] | None = None,
         ) -> Any:
             trial = failed is not None
             packed_rows = context.packed_rows
@@ -455,30 +463,33 @@ class BackboneForward(InstanceForward):
         # Configs of each layer's last call. A layer that has changed since then routes its own
         # config.
         configs = {id(self.module.config): self.module.config}
-        for layer_state in self._sites:
+        for layer_state in self._layer_states:
             if not layer_state.kind.attention.ours:
                 configs = {}  # custom attention needs the masks of its own setting
                 break
-            for config in layer_state.of(layer_state.kind.attention.configs):
+            for config in layer_state.cached_result(layer_state.kind.attention.configs):
                 configs[id(config)] = config
-        with explaining("in the model around its layers"), routed(list(configs.values())):
+        with (
+            explain_memory_errors("in the model around its layers"),
+            route_attention(list(configs.values())),
+        ):
             try:
                 if self.prefixes is None or context.shards is not None or context.is_recomputation:
                     return self.original(**kwargs)
                 ids = kwargs.get("input_ids")
                 one_row = isinstance(ids, Tensor) and ids.shape[0] < 2
                 if one_row and kwargs.get("attention_mask") is None and not is_initialized():
-                    self.prefixes.last = ONE_ROW
+                    self.prefixes.last = REASON_ONE_ROW
                     return self.original(**kwargs)
                 documents = context.packed_rows is not None
                 later_rows = None
                 if deferred is not None:
-                    rows = functools.partial(self._again, dict(kwargs), deferred)
+                    rows = functools.partial(self._call_again, dict(kwargs), deferred)
                     later_rows = RowsForward(rows, deferred.handed_out)
                 return self.prefixes.call(
                     kwargs,
                     over,
-                    lambda: self._sites,
+                    lambda: self._layer_states,
                     context.labels,
                     documents,
                     context.padding_unseen,
@@ -494,7 +505,7 @@ class BackboneForward(InstanceForward):
                     "replaced layers since, call streambp.patch again."
                 ) from error
 
-    def _again(self, kwargs: dict[str, Any], request: HeadRequest) -> Any:
+    def _call_again(self, kwargs: dict[str, Any], request: HeadRequest) -> Any:
         """Compute a call a second time, with separate rows, and return its output for code that
         reads values at padding. The first run had one packed row without padding. [Note: padding
         that is read]
@@ -536,7 +547,7 @@ class BackboneForward(InstanceForward):
             if passes_cache is None:
                 passes_cache = bool(
                     kwargs.get("use_cache")
-                    and not self._around_fill_in
+                    and not self._has_outer_defaults
                     and names_cache(self.module, kwargs)
                 )
             self.state.history.named_cache |= passes_cache and torch.is_grad_enabled()
@@ -552,24 +563,24 @@ class BackboneForward(InstanceForward):
         calls that request a cache."""
         if not self.module.training:
             return False
-        return not (getattr(self.module, CHECKPOINTING[0], False) or self.checkpointed)
+        return not (getattr(self.module, CHECKPOINTING_ATTRIBUTES[0], False) or self.checkpointed)
 
     @functools.cached_property
-    def _around_fill_in(self) -> bool:
+    def _has_outer_defaults(self) -> bool:
         """True if a model around this backbone sets arguments that its caller left out, such as
         `use_cache`, to the values in its config. `use_cache=True` then does not show that the
         caller wants a cache."""
         root = self.state.root
         return root is not None and any(map(fills_in_defaults, models_around(self.module, root)))
 
-    def leave(self, attributes: dict[str, Any]) -> None:
+    def remove_from_attributes(self, attributes: dict[str, Any]) -> None:
         """Remove the replaced forward, and the refusal of nn.DataParallel's copies, from the
         attributes of a copy of the backbone.
 
         Args:
             attributes: the copy's `__dict__`.
         """
-        super().leave(attributes)
+        super().remove_from_attributes(attributes)
         attributes.pop(REPLICATE, None)
 
     def remove(self) -> None:
@@ -650,7 +661,7 @@ class BackboneForward(InstanceForward):
         return packed_rows(positions, tokens.shape[0])
 
     @functools.cached_property
-    def _sites(self) -> list[LayerState]:
+    def _layer_states(self) -> list[LayerState]:
         layer_ids = set(map(id, self.layers))
         return [
             w.layer_state

@@ -5,7 +5,7 @@ their use.
 from torch import nn
 
 from streambp.errors import StreamBPError
-from streambp.instance_forward import PATCH, forwards
+from streambp.instance_forward import PATCH_ATTRIBUTE, forwards
 from streambp.offload.manager import OffloadManager
 
 
@@ -21,7 +21,7 @@ def manager_of(model: nn.Module) -> OffloadManager:
     """
     for module in model.modules():
         for state in (
-            vars(module).get(PATCH),
+            vars(module).get(PATCH_ATTRIBUTE),
             *(getattr(forward, "state", None) for forward in forwards(module)),
         ):
             manager = getattr(state, "offloader", None)

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from streambp.reporting import reason
 
-ALIGNMENT = 64
-NO_HOST_MEMORY = re.compile(
+ALIGNMENT_BYTES = 64
+HOST_MEMORY_ERROR = re.compile(
     r"DefaultCPUAllocator|(can't|cannot|could not) (allocate|pin|register)|out of memory", re.I
 )
 
@@ -22,7 +22,7 @@ NO_HOST_MEMORY = re.compile(
 def padded(size: int) -> int:
     """Return the bytes that a tensor of `size` bytes occupies in a stack of host memory: `size`,
     rounded up to the alignment."""
-    return -(-size // ALIGNMENT) * ALIGNMENT
+    return -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 @dataclasses.dataclass(eq=False)
@@ -140,7 +140,10 @@ class Arena:
             try:
                 stack.segments.append(self.buffer(size))
             except (MemoryError, RuntimeError) as error:
-                if not isinstance(error, MemoryError) and NO_HOST_MEMORY.search(str(error)) is None:
+                if (
+                    not isinstance(error, MemoryError)
+                    and HOST_MEMORY_ERROR.search(str(error)) is None
+                ):
                     raise
                 self.system_error = reason(error)
             else:

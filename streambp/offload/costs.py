@@ -19,14 +19,19 @@ from streambp.offload.engines import Engine
 
 GRAPH = "everything"  # name of a saved graph. [Note: kept graphs]
 # names of stored tensors without their numbers, and the names in `StreamConfig.saves`
-SAVED_AS = {"attn_out": "attn_out", "lse": "attn_out", "k": "kv", "v": "kv"}
-KV_WORTH = 3.4  # K/V's worth relative to Linear outputs: norms and rotation are spared too
-BACK, TRIED = 0.1, 0.01  # fraction of an unused margin returned by a good step; after a failure
-META = torch.device("meta")  # before the first micro-batch
-ATTENTION_PACE = 1.12  # seconds of an attention FLOP / of a product FLOP, on an H200 (`rates.py`)
+SAVES_BY_STORED_NAME = {"attn_out": "attn_out", "lse": "attn_out", "k": "kv", "v": "kv"}
+KV_RELATIVE_VALUE = 3.4  # K/V's worth relative to Linear outputs: norms and rotation are spared too
+RETURNED_MARGIN, RETURNED_MARGIN_AFTER_FAILURE = (
+    0.1,
+    0.01,
+)  # fraction of an unused margin returned by a good step; after a failure
+META_DEVICE = torch.device("meta")  # before the first micro-batch
+ATTENTION_SECONDS_RATIO = (
+    1.12  # seconds of an attention FLOP / of a product FLOP, on an H200 (`rates.py`)
+)
 
 
-def saved_as(name: str) -> str:
+def saves_name(name: str) -> str:
     """Return the name that `StreamConfig.saves` uses for a tensor in the storage of what a layer
     saves: "kv" for "k.0", "mlp.up_proj" for "product.mlp.up_proj#0".
 
@@ -36,23 +41,23 @@ def saved_as(name: str) -> str:
     kind, _, suffix = name.partition(".")
     if kind == "product":
         return suffix.rpartition("#")[0]
-    return SAVED_AS.get(kind, "x")
+    return SAVES_BY_STORED_NAME.get(kind, "x")
 
 
-def never_leaving(attending: float, copying: float) -> tuple[str, ...]:
+def host_exclusions(attending: float, copying: float) -> tuple[str, ...]:
     """Return the names of saved tensors that are never copied to the host. The result is
     ("attn_out",) if backward computes attention outputs again faster than it copies the outputs,
     and () otherwise.
 
     Args:
-        attending: seconds of attention in all layers.
+        attention_seconds: seconds of attention in all layers.
         copying: seconds in which all attention outputs are copied to the host.
     """
     return ("attn_out",) if attending <= copying else ()
 
 
 @dataclasses.dataclass(frozen=True)
-class Product:
+class LinearOutput:
     """Output of a Linear that a layer may save for backward.
 
     Attributes:
@@ -82,7 +87,7 @@ class Cost:
     attn_out: float = 0
     kv: float = 0
     attention_flops: float = 0.0
-    products: dict[str, Product] = dataclasses.field(default_factory=dict)
+    products: dict[str, LinearOutput] = dataclasses.field(default_factory=dict)
     overwritten: frozenset[str] = frozenset()
 
     def __add__(self, other: Cost) -> Cost:
@@ -90,7 +95,7 @@ class Cost:
         for name, new in other.products.items():
             old = products.get(name)
             products[name] = (
-                new if old is None else Product(old.bytes + new.bytes, old.flops + new.flops)
+                new if old is None else LinearOutput(old.bytes + new.bytes, old.flops + new.flops)
             )
         return Cost(
             self.x + other.x,
@@ -144,7 +149,8 @@ class LayerCost(NamedTuple):
             return cost
         scale = tokens / self.tokens
         products = {
-            name: Product(scale * p.bytes, scale * p.flops) for name, p in cost.products.items()
+            name: LinearOutput(scale * p.bytes, scale * p.flops)
+            for name, p in cost.products.items()
         }
         x, attn_out, kv, flops = (
             scale * size for size in (cost.x, cost.attn_out, cost.kv, cost.attention_flops)
@@ -175,10 +181,10 @@ class LayerCost(NamedTuple):
         if cost.kv and flops_per_byte and not is_unchunked:
             sizes["kv"], flops_per_byte["kv"] = (
                 cost.kv,
-                KV_WORTH * sum(flops_per_byte.values()) / len(flops_per_byte),
+                KV_RELATIVE_VALUE * sum(flops_per_byte.values()) / len(flops_per_byte),
             )
         if cost.attn_out:
-            pace = ATTENTION_PACE * (length / self.length)
+            pace = ATTENTION_SECONDS_RATIO * (length / self.length)
             sizes["attn_out"], flops_per_byte["attn_out"] = (
                 cost.attn_out,
                 pace * cost.attention_flops / cost.attn_out,
@@ -238,7 +244,7 @@ class ObservedCosts:
         if cost is not None:
             self.costs.append(cost)
 
-    def learnt(self) -> LayerCost | None:
+    def measured_cost(self) -> LayerCost | None:
         """Return the layer's measured bytes and FLOPs, without Linear outputs that no backward
         reads; None while not every chunk's forward has ended, or before the first backward."""
         if len(self.costs) < self.chunks or not self.unread:
@@ -253,7 +259,7 @@ class ObservedCosts:
         graph = self.graph + cost.kv if self.graph else 0.0
         return LayerCost(self.device, cost, graph, self.tokens, self.length, len(self.unread))
 
-    def times(self) -> list[float]:
+    def chunk_seconds(self) -> list[float]:
         """Return the seconds of each chunk's forward, from which speeds of attention and copies
         follow; [] if chunks were not timed."""
         pairs = zip(self.marks, self.marks[1:], strict=False)
@@ -261,7 +267,7 @@ class ObservedCosts:
             return []
         return [self.engine.seconds(start, stop) for start, stop in pairs]
 
-    def attending(self) -> float:
+    def attention_seconds(self) -> float:
         """Return the seconds of attention in all chunks; 0 if attention was not timed by itself."""
         if self.engine is None:
             return 0.0
@@ -280,13 +286,13 @@ def attention_rate(layers: Iterable[ObservedCosts]) -> float:
         The rate; infinity if later chunks take no longer.
     """
     layers = list(layers)
-    seconds = sum(layer.attending() for layer in layers)
+    seconds = sum(layer.attention_seconds() for layer in layers)
     if seconds > 0:
         timed = [cost for layer in layers if layer.attention for cost in layer.costs]
         return sum(cost.attention_flops for cost in timed) / seconds
     numerator = denominator = 0.0
     for layer in layers:
-        chunks = zip(layer.costs, layer.times(), strict=True)
+        chunks = zip(layer.costs, layer.chunk_seconds(), strict=True)
         # Attention FLOPs and seconds for each byte of hidden states, because chunks differ in
         # length.
         paces = [
@@ -303,7 +309,7 @@ def attention_rate(layers: Iterable[ObservedCosts]) -> float:
 
 
 @dataclasses.dataclass(frozen=True)
-class Measured:
+class ForwardMeasurement:
     """Measurements of one forward pass of the model, from which saved tensors on the host are
     chosen.
 
@@ -325,7 +331,7 @@ class Measured:
 
 
 @dataclasses.dataclass
-class Chosen:
+class SavesChoice:
     """Tensors that saves="auto" chose to save in one micro-batch, and the numbers behind the
     choice.
 
@@ -353,7 +359,7 @@ class Chosen:
     chunk: int
     headroom: float
     plan: dataclasses.InitVar[dict[int, list[Candidate]]]
-    measured: Measured | None = None
+    measured: ForwardMeasurement | None = None
     inputs: float = 0.0
     left_out: dict[str, str] = dataclasses.field(default_factory=dict)
     on_device: float = 0.0
@@ -385,7 +391,7 @@ class Chosen:
 
 
 @dataclasses.dataclass
-class AsUnpatched:
+class UnpatchedChoice:
     """Predicted memory of a micro-batch for which a patched model ran the unpatched forward,
     because memory was plentiful.
 
@@ -400,23 +406,25 @@ class AsUnpatched:
     headroom: float
 
 
-Choice = Chosen | AsUnpatched
+MicroBatchChoice = SavesChoice | UnpatchedChoice
 
 
-def was_moved(choice: Choice | None) -> bool:
+def was_moved(choice: MicroBatchChoice | None) -> bool:
     """True if saved tensors of a micro-batch went to the host by the policy's choice.
 
     Args:
         choice: the choice for the micro-batch.
     """
-    return isinstance(choice, Chosen) and choice.measured is not None
+    return isinstance(choice, SavesChoice) and choice.measured is not None
 
 
-class Need:
+class MemoryNeed:
     """Prediction of the memory that a step needs if no layer saves tensors beyond its input. The
     rest of the free memory may be used for saved tensors."""
 
-    def by_layer(self, tokens: int, chunk: int, present: float) -> tuple[tuple[float, float], ...]:
+    def bytes_by_layer(
+        self, tokens: int, chunk: int, present: float
+    ) -> tuple[tuple[float, float], ...]:
         """Return pairs (index, bytes): the largest number of bytes that a step needs while the
         layers 0 to `index` wait for their backward, that is after their forward. Saved tensors of
         these layers must fit beside the bytes.
@@ -442,11 +450,11 @@ class Need:
             chunk: tokens of a chunk.
             present: fraction of the model's gradients that exist already.
         """
-        return max(map(operator.itemgetter(1), self.by_layer(tokens, chunk, present)))
+        return max(map(operator.itemgetter(1), self.bytes_by_layer(tokens, chunk, present)))
 
 
 @dataclasses.dataclass(frozen=True)
-class HostFigures:
+class HostStepFigures:
     """Predictions about the steps of a model that move layer inputs to the host and save nothing
     else.
 
@@ -460,7 +468,7 @@ class HostFigures:
         set_aside: bytes of host memory that an engine will take.
     """
 
-    need: Need
+    need: MemoryNeed
     seconds: Callable[[int, int], tuple[float, float, float]]
     products: float
     attention: float
@@ -469,7 +477,7 @@ class HostFigures:
 
 
 @dataclasses.dataclass
-class Figures:
+class StepFigures:
     """Predictions about the steps of a model in its present state (trained parameters, dtype,
     mode).
 
@@ -485,13 +493,13 @@ class Figures:
             steps cannot be counted. None in place of the function: nothing may move.
     """
 
-    need: Need | None = None
+    need: MemoryNeed | None = None
     costs: dict[int, LayerCost] = dataclasses.field(default_factory=dict)
     seconds: Callable[[int, int], float] | None = None
     products: float = math.inf
     link: float = 0.0
     why: str = ""
-    on_host: Callable[[], HostFigures | None] | None = None
+    on_host: Callable[[], HostStepFigures | None] | None = None
 
     def max_spared_seconds(self, tokens: int, length: int) -> float:
         """Return the seconds of recomputation that backward need not do if all layers save all
@@ -551,7 +559,7 @@ class Shortage:
     saves_dropped: bool = False
     failed: bool = False
     margin: float = 0.0
-    margin_decay: float = BACK
+    margin_decay: float = RETURNED_MARGIN
 
     def learn(self, previous: Shortage | None) -> None:
         """Set `margin`, the memory that the next similar micro-batch leaves free: the margin of the
@@ -566,7 +574,7 @@ class Shortage:
             self.margin_decay = previous.margin_decay
         if self.shortfall > 0:
             self.margin = self.margin + self.headroom - self.planned + self.shortfall
-            self.margin_decay = TRIED if self.failed else self.margin_decay
+            self.margin_decay = RETURNED_MARGIN_AFTER_FAILURE if self.failed else self.margin_decay
         else:
             self.margin = self.margin - self.margin_decay * min(self.margin, -self.shortfall)
 
@@ -589,7 +597,7 @@ class BatchSaves:
     """
 
     plan: dict[int, list[Candidate]] = dataclasses.field(default_factory=dict)
-    device: torch.device = META
+    device: torch.device = META_DEVICE
     last: float = math.inf
     expected: float = 0.0
     slack: float = 0.0

@@ -45,18 +45,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from streambp.device import counted_bytes, forget_error, is_accelerator, memory_limit, tells_memory
+from streambp.device import (
+    allocator_bytes,
+    forget_error,
+    is_accelerator,
+    memory_limit,
+    reports_memory,
+)
 from streambp.progress import progress_line
 
-COMPUTE = "compute"
-OUT = "out"
-BACK = "back"
-ENOUGH_BYTES = 2**28  # fewer copied bytes do not show a link's speed
-HOST = "host"  # the calling thread, which can wait like a queue
-STALL = "stall_"  # prefix of a queue's name: time for which compute waited
-SPENT = (OUT, BACK, STALL + OUT, STALL + BACK)
-PINNING = 0.3  # seconds to pin a GiB of host memory; measured on one machine
-SHOWN_PINNING = 2**30  # bytes whose pinning takes long enough to be shown on a terminal
+COMPUTE_QUEUE = "compute"
+TO_HOST_QUEUE = "out"
+FROM_HOST_QUEUE = "back"
+MIN_RATED_BYTES = 2**28  # fewer copied bytes do not show a link's speed
+HOST_QUEUE = "host"  # the calling thread, which can wait like a queue
+STALL_PREFIX = "stall_"  # prefix of a queue's name: time for which compute waited
+TIMED_QUEUES = (
+    TO_HOST_QUEUE,
+    FROM_HOST_QUEUE,
+    STALL_PREFIX + TO_HOST_QUEUE,
+    STALL_PREFIX + FROM_HOST_QUEUE,
+)
+PINNING_SECONDS_PER_GIB = 0.3  # seconds to pin a GiB of host memory; measured on one machine
+MIN_SHOWN_PINNING_BYTES = 2**30  # bytes whose pinning takes long enough to be shown on a terminal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,8 +101,8 @@ class Engine:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._spent = dict.fromkeys(SPENT, 0.0)
-        self._copied = dict.fromkeys(SPENT, 0)  # bytes of the copies in `_spent`
+        self._spent = dict.fromkeys(TIMED_QUEUES, 0.0)
+        self._copied = dict.fromkeys(TIMED_QUEUES, 0)  # bytes of the copies in `_spent`
 
     def engine_for(self, device: torch.device) -> Engine:
         """Return an engine for another device, which uses the same host memory.
@@ -106,52 +117,53 @@ class Engine:
         benefits."""
         return torch.empty(size, dtype=torch.uint8, device="cpu")
 
-    def like(self, host: Tensor) -> Tensor:
+    def empty_like(self, host: Tensor) -> Tensor:
         """Return an empty device tensor with the shape [...] and dtype of `host`, allocated on the
         compute stream, as the target of a copy from the host."""
         return torch.empty_like(host, device=self.device)
 
     def record(self, queue: str) -> Any:
         """Return an event, for `wait`, that completes after all work that is now in a queue
-        (COMPUTE, OUT or BACK); None if no work is pending."""
+        (`COMPUTE_QUEUE`, `TO_HOST_QUEUE` or `FROM_HOST_QUEUE`); None if no work is pending."""
         return None
 
     def wait(self, queue: str, event: Any) -> None:
-        """Make a queue wait for an event before its later work. The queue HOST is the calling
+        """Make a queue wait for an event before its later work. `HOST_QUEUE` is the calling
         thread, which is blocked until the event completes."""
 
     def settle(self) -> None:
         """Wait, on the calling thread, until all copies are done."""
 
     def copy(self, queue: str, target: Tensor, source: Tensor) -> None:
-        """Add a copy from `source` to `target` [...], equal in shape and dtype, to the queue OUT
-        (to the host) or BACK (to the device)."""
+        """Add a copy from `source` to `target` [...], equal in shape and dtype, to
+        `TO_HOST_QUEUE` or `FROM_HOST_QUEUE`."""
         start = time.perf_counter()
         target.copy_(source)
         seconds = time.perf_counter() - start
         self._spent[queue] += seconds
         self._copied[queue] += source.nbytes
-        self._spent[STALL + queue] += seconds  # the copy blocks compute
+        self._spent[STALL_PREFIX + queue] += seconds  # the copy blocks compute
 
     def rate(self, queue: str) -> float | None:
         """Return the bytes/s of the finished copies of a queue; None before enough bytes were
         copied to tell. The call does not wait for the device."""
         copied = self._copied[queue]
         spent = self._spent[queue]
-        return copied / spent if copied >= ENOUGH_BYTES and spent else None
+        return copied / spent if copied >= MIN_RATED_BYTES and spent else None
 
     def access(self, queue: str, tensor: Tensor, write: bool) -> None:
         """Tell the tests' race checker (`TraceEngine`, a subclass) about a memory access; do
         nothing in all other engines.
 
         Args:
-            queue: COMPUTE: the compute stream has just written `tensor`, or reads or writes it
-                next. HOST: the calling thread reads or writes `tensor` next, in host memory.
+            queue: `COMPUTE_QUEUE`: the compute stream has just written `tensor`, or reads or writes
+                it next. `HOST_QUEUE`: the calling thread reads or writes `tensor` next, in host
+                memory.
             tensor: the accessed tensor [...].
             write: True if the access may write.
         """
 
-    def spent(self) -> dict[str, float]:
+    def queue_seconds(self) -> dict[str, float]:
         """Return the seconds by name, for `OffloadManager.stats`: copies to the host, copies to the
         device, and waits of the compute stream for each direction.
 
@@ -159,7 +171,7 @@ class Engine:
         """
         return dict(self._spent)
 
-    def clock(self, queue: str = COMPUTE) -> Any:
+    def clock(self, queue: str = COMPUTE_QUEUE) -> Any:
         """Return a timestamp of the moment at which a queue reaches this point. `seconds` takes two
         such timestamps, for example to time a layer's chunks."""
         return time.perf_counter()
@@ -172,19 +184,21 @@ class Engine:
     def memory(self) -> DeviceMemory | None:
         """Return the bytes that torch's allocator has allocated on the device, with their peak and
         limit; None if the allocator of the device has no statistics."""
-        if not tells_memory(self.device):
+        if not reports_memory(self.device):
             return None
-        allocated = counted_bytes(self.device, "allocated")
-        peak = counted_bytes(self.device, "peak")
+        allocated = allocator_bytes(self.device, "allocated")
+        peak = allocator_bytes(self.device, "peak")
         return DeviceMemory(allocated, peak, memory_limit(self.device))
 
 
-PORTABLE = 1  # cudaHostRegisterPortable: page-locked for all devices, not the current device alone
+REGISTER_PORTABLE = (
+    1  # cudaHostRegisterPortable: page-locked for all devices, not the current device alone
+)
 
 
 class AcceleratorEngine(Engine):
     """Copies tensors between an accelerator and host memory on two streams of its own, one for each
-    direction. The queue COMPUTE is torch's current stream.
+    direction. `COMPUTE_QUEUE` is torch's current stream.
 
     If host memory cannot be pinned, copies are synchronous, and one warning is issued.
 
@@ -202,7 +216,7 @@ class AcceleratorEngine(Engine):
         super().__init__(device)
         self.pinned = True
         self._first = first_engine
-        self._streams = {OUT: torch.Stream(device), BACK: torch.Stream(device)}
+        self._streams = {TO_HOST_QUEUE: torch.Stream(device), FROM_HOST_QUEUE: torch.Stream(device)}
         self._running: collections.deque[tuple[str, torch.Event, torch.Event, int]] = (
             collections.deque()
         )
@@ -223,9 +237,9 @@ class AcceleratorEngine(Engine):
         """
         gib = size / 2**30
         progress: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if size >= SHOWN_PINNING and (self._first or self).pinned:
+        if size >= MIN_SHOWN_PINNING_BYTES and (self._first or self).pinned:
             progress = progress_line(
-                f"pinning {gib:.0f} GiB, about {max(1.0, PINNING * gib):.0f} s"
+                f"pinning {gib:.0f} GiB, about {max(1.0, PINNING_SECONDS_PER_GIB * gib):.0f} s"
             )
         with progress:
             return self._reserve(size)
@@ -243,7 +257,7 @@ class AcceleratorEngine(Engine):
         buffer = torch.empty(size, dtype=torch.uint8, device="cpu")  # [size]
         if host.pinned and on_cuda:  # torch's pinned memory rounds up to powers of two
             runtime: Any = torch.cuda.cudart()
-            code = int(runtime.cudaHostRegister(buffer.data_ptr(), size, PORTABLE))
+            code = int(runtime.cudaHostRegister(buffer.data_ptr(), size, REGISTER_PORTABLE))
             error = f"CUDA error {code}" if code else ""
             if not code:  # unpin when the storage is freed
                 weakref.finalize(
@@ -268,21 +282,21 @@ class AcceleratorEngine(Engine):
         return queue, event
 
     def wait(self, queue: str, event: Any) -> None:
-        """Make the queue's stream wait for an event. Only the queue HOST blocks the calling thread.
+        """Make the queue's stream wait for an event. Only `HOST_QUEUE` blocks the calling thread.
         The time that compute waits is measured."""
         if event is None:
             return
         origin, recorded = event
-        if queue == HOST:
+        if queue == HOST_QUEUE:
             recorded.synchronize()
             return
         stream = self._stream(queue)
-        if queue != COMPUTE or recorded.query():
+        if queue != COMPUTE_QUEUE or recorded.query():
             stream.wait_event(recorded)
             return
         start = self.clock()
         stream.wait_event(recorded)
-        self._running.append((STALL + origin, start, self.clock(), 0))
+        self._running.append((STALL_PREFIX + origin, start, self.clock(), 0))
         self._add_up()
 
     def settle(self) -> None:
@@ -308,14 +322,14 @@ class AcceleratorEngine(Engine):
             self._spent[name] += start.elapsed_time(stop) / 1e3
             self._copied[name] += size
 
-    def spent(self) -> dict[str, float]:
+    def queue_seconds(self) -> dict[str, float]:
         """Return the seconds of copies out and back and of compute's waits, by name, after waiting
         for all work so far."""
         torch.accelerator.synchronize(self.device)
         self._add_up()
-        return super().spent()
+        return super().queue_seconds()
 
-    def clock(self, queue: str = COMPUTE) -> Any:
+    def clock(self, queue: str = COMPUTE_QUEUE) -> Any:
         """Return a CUDA event with timing, recorded in the queue's stream."""
         event = torch.Event(self.device, enable_timing=True)
         event.record(self._stream(queue))

@@ -12,20 +12,20 @@ from pathlib import Path
 
 import torch
 
-from streambp.device import allocator_count, counted_bytes, memory_limit, tells_memory
+from streambp.device import allocator_bytes, allocator_count, memory_limit, reports_memory
 from streambp.errors import StreamBPError
 
-NO_LIMIT = 2**62  # bytes, if a machine's memory is unknown
+UNLIMITED_BYTES = 2**62  # bytes, if a machine's memory is unknown
 # fraction of a machine's free memory for a step; a machine without free memory raises no error
-HOST_SHARE = 0.5
+STEP_HOST_FRACTION = 0.5
 HOST_MEMORY_CACHE_SECONDS = (
     0.2  # seconds between reads of the host's memory; a read takes a third of a millisecond
 )
-USABLE = 0.95  # fraction of the device; the rest is for fragmentation
-HOST_PART = 0.9  # fraction of the free host memory that offloading may use
+USABLE_DEVICE_FRACTION = 0.95  # fraction of the device; the rest is for fragmentation
+USABLE_HOST_FRACTION = 0.9  # fraction of the free host memory that offloading may use
 # The program has not asked for offloading here, and pinned memory cannot be swapped.
-DEFAULT_HOST_PART = 0.5
-LEFT = 2**30  # bytes that stay free for other libraries
+DEFAULT_HOST_FRACTION = 0.5
+RESERVED_BYTES = 2**30  # bytes that stay free for other libraries
 
 
 def free_memory(device: torch.device) -> float | None:
@@ -35,14 +35,14 @@ def free_memory(device: torch.device) -> float | None:
 
     None if no limit is known, for example because the allocator has no statistics.
     """
-    if not tells_memory(device):
+    if not reports_memory(device):
         return None
     try:
         limit = memory_limit(device)
-        allocated = counted_bytes(device, "allocated")
+        allocated = allocator_bytes(device, "allocated")
     except RuntimeError:
         return None
-    return min(USABLE * limit, limit - LEFT) - allocated
+    return min(USABLE_DEVICE_FRACTION * limit, limit - RESERVED_BYTES) - allocated
 
 
 @dataclasses.dataclass
@@ -76,8 +76,8 @@ class FreeMemory:
         if seconds > self._until:
             host_bytes = host_limit(None)
             self._host = None
-            if host_bytes != NO_LIMIT:
-                self._host = HOST_SHARE * host_bytes
+            if host_bytes != UNLIMITED_BYTES:
+                self._host = STEP_HOST_FRACTION * host_bytes
             self._until = seconds + HOST_MEMORY_CACHE_SECONDS
         return self._host
 
@@ -103,7 +103,7 @@ class FreeMemory:
 
 def _allocated(device: torch.device) -> int:
     """Return the bytes that torch's allocator has allocated on a device; 0 if unknown."""
-    return counted_bytes(device, "allocated") if tells_memory(device) else 0
+    return allocator_bytes(device, "allocated") if reports_memory(device) else 0
 
 
 def local_ranks() -> int:
@@ -166,13 +166,13 @@ def host_limit(
     cgroup: Path = Path("/sys/fs/cgroup"),
     set_aside: int = 0,
     membership: Path = Path("/proc/self/cgroup"),
-    part: float = HOST_PART,
+    part: float = USABLE_HOST_FRACTION,
 ) -> int:
     """Return the bytes of host memory that this rank may use.
 
     The result is `requested_bytes` if given. Otherwise it is a part of this rank's share of the
-    free memory, or NO_LIMIT if the free memory is unknown. Free memory is limited by the machine
-    and by its control groups.
+    free memory, or UNLIMITED_BYTES if the free memory is unknown. Free memory is limited by the
+    machine and by its control groups.
 
     Args:
         requested_bytes: requested bytes; None: no request.
@@ -190,7 +190,7 @@ def host_limit(
     limits: list[float] = [] if match is None else [int(match[1]) * 1024]
     for limit, usage, stat, cached in _groups(cgroup, _text(membership)):
         limit_text = _text(limit).strip()
-        if limit_text.isdigit() and int(limit_text) < NO_LIMIT:
+        if limit_text.isdigit() and int(limit_text) < UNLIMITED_BYTES:
             # Cache counts as free, as in MemAvailable: a checkpoint that was just read fills the
             # cache.
             cache = re.search(rf"^{cached} (\d+)", _text(stat), re.MULTILINE)
@@ -200,7 +200,9 @@ def host_limit(
     ranks = local_ranks()
     available = min(limits, default=math.inf) / ranks
     if requested_bytes is None:
-        return max(0, int(part * available) - set_aside) if available != math.inf else NO_LIMIT
+        return (
+            max(0, int(part * available) - set_aside) if available != math.inf else UNLIMITED_BYTES
+        )
     if requested_bytes + set_aside > available:
         shared = f" for each of {ranks} ranks on this machine" if ranks > 1 else ""
         if set_aside:

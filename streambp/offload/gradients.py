@@ -1,13 +1,15 @@
 """Send gradients of weights on the host to the host, after their layer's backward.
 
-    Buffer     host memory for the gradients of one layer; `weights.HostWeights` reuses buffers
-    Arriving   the autograd Function between the weights and their layer, which waits for gradients
+    GradientBuffer    host memory for the gradients of one layer; `weights.HostWeights` reuses
+                      buffers
+    GradientArrival   the autograd Function between the weights and their layer, which waits for
+                      gradients
 
 Autograd sees the weight as a tensor on the host, so the gradient must be on the host too. The
-layer's backward returns host memory while copies to the memory still run. `Arriving` waits for
-these copies. All tensors of `Arriving` are on the host, so its backward runs on the thread that
-called backward. The device's thread continues with the next layer. Hooks on weights, including an
-optimizer's step, thus run concurrently with the device and receive complete gradients.
+layer's backward returns host memory while copies to the memory still run. `GradientArrival` waits
+for these copies. All tensors of `GradientArrival` are on the host, so its backward runs on the
+thread that called backward. The device's thread continues with the next layer. Hooks on weights,
+including an optimizer's step, thus run concurrently with the device and receive complete gradients.
 
 A buffer contains one layer's gradients in the layout of the layer's range. The buffer is reused
 once no gradient in it is referenced any more, neither as `.grad` nor by the program. A step
@@ -31,19 +33,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from streambp.offload.engines import HOST, Engine
+from streambp.offload.engines import HOST_QUEUE, Engine
 
-Arrival = list[tuple[Engine, Any]]  # event after a call's gradient copies; []: no gradient was sent
+CopyEvents = list[
+    tuple[Engine, Any]
+]  # event after a call's gradient copies; []: no gradient was sent
 # weights and their gradients [...]
-Leave = Callable[[Sequence[Tensor], Sequence[Tensor | None]], list[Tensor | None]]
+SendGradients = Callable[[Sequence[Tensor], Sequence[Tensor | None]], list[Tensor | None]]
 
 
-class Arriving(torch.autograd.Function):
+class GradientArrival(torch.autograd.Function):
     """Autograd function that returns weights [...] on the host unchanged. Backward waits until
     their gradients have been copied from the device."""
 
     @staticmethod
-    def forward(ctx: Any, arrival: Arrival, *weights: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, arrival: CopyEvents, *weights: Tensor) -> tuple[Tensor, ...]:
         """Return views of the weights [...], which a layer's autograd function takes as inputs.
 
         Args:
@@ -59,15 +63,15 @@ class Arriving(torch.autograd.Function):
         """Return the gradients [...] of the weights unchanged, after the calling thread has waited
         for their copies to the host. The layer's backward has started these copies."""
         for engine, event in ctx.arrival:
-            engine.wait(HOST, event)  # 10
+            engine.wait(HOST_QUEUE, event)  # 10
             for gradient in gradients:
                 if gradient is not None:
-                    engine.access(HOST, gradient, write=False)
+                    engine.access(HOST_QUEUE, gradient, write=False)
         return None, *gradients
 
 
 @dataclasses.dataclass
-class Buffer:
+class GradientBuffer:
     """Host memory for the gradients of one layer's weights.
 
     Attributes:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from streambp.offload.costs import Measured, ObservedCosts, attention_rate
-from streambp.offload.engines import OUT, DeviceMemory, Engine
+from streambp.offload.costs import ForwardMeasurement, ObservedCosts, attention_rate
+from streambp.offload.engines import TO_HOST_QUEUE, DeviceMemory, Engine
 from streambp.offload.manager import OffloadManager
 
-FREE_SHARE = 0.9  # fraction of a step's free device memory; the rest is for fragmentation
+USABLE_FREE_FRACTION = 0.9  # fraction of a step's free device memory; the rest is for fragmentation
 
 
 class LinkBudget:
@@ -33,7 +33,7 @@ class LinkBudget:
     def __init__(self, manager: OffloadManager, on_device: bool) -> None:
         self.manager = manager
         self.on_device = on_device
-        self.measured: dict[int, Measured] = {}
+        self.measured: dict[int, ForwardMeasurement] = {}
         self._prefix = 0.0  # bytes of a layer's keys and values in backward, for each token
         self._sent = 0.0, 0.0  # bytes moved to the host, and seconds, at a forward's start
         self._memory: dict[Engine, DeviceMemory] = {}  # at the first layer of each device
@@ -42,7 +42,7 @@ class LinkBudget:
         """Return what copy and pickle need to make a new object without measurements."""
         return LinkBudget, (self.manager, self.on_device)
 
-    def begin(self, length: int) -> Measured | None:
+    def begin(self, length: int) -> ForwardMeasurement | None:
         """Begin a forward of the model. Return the measurements of a similar forward, or None if
         this forward must be measured.
 
@@ -50,7 +50,7 @@ class LinkBudget:
             length: tokens of each row.
         """
         transfers = self.manager.transfers
-        self._sent = (transfers.bytes[OUT], transfers.spent()[OUT])
+        self._sent = (transfers.bytes[TO_HOST_QUEUE], transfers.queue_seconds()[TO_HOST_QUEUE])
         self._memory = {}
         return self.measured.get(length.bit_length())
 
@@ -97,16 +97,18 @@ class LinkBudget:
             layer_costs: measurements of each layer's forward.
         """
         if not layer_costs or not all(
-            layer.engine is not None and layer.learnt() for layer in layer_costs
+            layer.engine is not None and layer.measured_cost() for layer in layer_costs
         ):
             return
         transfers = self.manager.transfers
         arena = self.manager.arena
-        sent_bytes = transfers.bytes[OUT] - self._sent[0]
-        copy_seconds = transfers.spent()[OUT] - self._sent[1]
+        sent_bytes = transfers.bytes[TO_HOST_QUEUE] - self._sent[0]
+        copy_seconds = transfers.queue_seconds()[TO_HOST_QUEUE] - self._sent[1]
         warm_layers = layer_costs[1:] or layer_costs  # the first layer may include compilation
         seconds = (
-            sum(sum(layer.times()) for layer in warm_layers) * len(layer_costs) / len(warm_layers)
+            sum(sum(layer.chunk_seconds()) for layer in warm_layers)
+            * len(layer_costs)
+            / len(warm_layers)
         )
         link = sent_bytes / copy_seconds if sent_bytes and copy_seconds else 1.0
         rate = attention_rate(warm_layers)
@@ -114,7 +116,7 @@ class LinkBudget:
         length = layer_costs[0].length
         self._prefix = self.manager.workspace / tokens
         host_room = math.inf if arena is None else arena.limit
-        self.measured[length.bit_length()] = Measured(
+        self.measured[length.bit_length()] = ForwardMeasurement(
             tokens, length, seconds, link, rate, host_room
         )
         # Memory that was added since the start is the optimizer's states, allocated after the peak.
@@ -126,6 +128,6 @@ class LinkBudget:
         ]
         if self.on_device and free and self.manager.prefix_memory is not None:
             gpu_memory = min(self.manager.workspace, self.manager.prefix_memory) + max(
-                0, int(FREE_SHARE * min(free))
+                0, int(USABLE_FREE_FRACTION * min(free))
             )
             self.manager.gpu_memory = self.manager.prefix_memory = gpu_memory

@@ -2,8 +2,8 @@
 backward.
 
     OffloadManager        one for each patched model: the budgets, the arena, the copies
-      Holding             one stack of host memory: of a forward that waits for its backward, or of a
-                          running prefix
+      MicroBatchMemory    one stack of host memory: of a forward that waits for its backward, or of
+                          a running prefix
         HostTensors       one layer's saved tensors, read back in a known order, or a prefix's tiles,
                           read and changed
 
@@ -33,13 +33,20 @@ from torch import Tensor
 from streambp.device import MEMORY_ERRORS, is_out_of_memory
 from streambp.errors import BackwardError, HostMemoryError
 from streambp.offload.arena import Arena, padded
-from streambp.offload.costs import saved_as
-from streambp.offload.engines import BACK, COMPUTE, OUT, STALL, Engine, make_engine
-from streambp.offload.free_memory import DEFAULT_HOST_PART, NO_LIMIT, host_limit
-from streambp.offload.transfers import MICRO_BATCH, Entry, Holding, Transfers
+from streambp.offload.costs import saves_name
+from streambp.offload.engines import (
+    COMPUTE_QUEUE,
+    FROM_HOST_QUEUE,
+    STALL_PREFIX,
+    TO_HOST_QUEUE,
+    Engine,
+    make_engine,
+)
+from streambp.offload.free_memory import DEFAULT_HOST_FRACTION, UNLIMITED_BYTES, host_limit
+from streambp.offload.transfers import MICRO_BATCH, MicroBatchMemory, TensorEntry, Transfers
 
 Access = tuple[str, int]
-ESSENTIAL = ("x", "state")  # inputs of a recomputation
+RECOMPUTATION_INPUTS = ("x", "state")  # inputs of a recomputation
 
 
 class OffloadManager:
@@ -94,8 +101,8 @@ class OffloadManager:
         self._given_engine = engine
         self.transfers = Transfers()
         self.arena: Arena | None = None
-        self._current: weakref.ref[Holding] | None = None
-        self._holdings: weakref.WeakSet[Holding] = weakref.WeakSet()
+        self._current: weakref.ref[MicroBatchMemory] | None = None
+        self._holdings: weakref.WeakSet[MicroBatchMemory] = weakref.WeakSet()
 
     def __reduce__(self) -> Any:
         """Return what copy and pickle need to make an object with the same settings and without
@@ -133,8 +140,8 @@ class OffloadManager:
         `host_memory`. It is 0 if the available memory is unknown.
         """
         if self.on_demand and self.host_memory is None:
-            default_limit = host_limit(None, set_aside=self.set_aside, part=DEFAULT_HOST_PART)
-            return 0 if default_limit == NO_LIMIT else default_limit
+            default_limit = host_limit(None, set_aside=self.set_aside, part=DEFAULT_HOST_FRACTION)
+            return 0 if default_limit == UNLIMITED_BYTES else default_limit
         if self.on_demand and self.host_memory is not None:
             return min(self.host_memory, host_limit(None, set_aside=self.set_aside))
         if self.host_memory is None:
@@ -162,7 +169,7 @@ class OffloadManager:
 
     def link_rate(self) -> float | None:
         """Return the measured bytes/s to the host; None before enough bytes were moved."""
-        rates = [engine.rate(OUT) for engine in self.transfers.engines.values()]
+        rates = [engine.rate(TO_HOST_QUEUE) for engine in self.transfers.engines.values()]
         measured_rates = [rate for rate in rates if rate is not None]
         return min(measured_rates, default=None)
 
@@ -173,7 +180,7 @@ class OffloadManager:
         batch = None if self._current is None else self._current()
         if batch is None or not batch.retire.alive or index <= batch.last_index:
             self.workspace = 0
-            batch = Holding(arena, MICRO_BATCH)
+            batch = MicroBatchMemory(arena, MICRO_BATCH)
             self._current = weakref.ref(batch)
             self._holdings.add(batch)
             if self.reserve > batch.stack.size:
@@ -192,7 +199,7 @@ class OffloadManager:
         """Return storage on the host for K and V of all chunks of one layer, for a single forward
         or backward of the layer."""
         arena, engine = self.start(device)
-        holding = Holding(arena, "prefix")
+        holding = MicroBatchMemory(arena, "prefix")
         self._holdings.add(holding)
         return HostTensors(self, holding, engine)
 
@@ -212,12 +219,12 @@ class OffloadManager:
 
     def move_to_host(
         self,
-        holding: Holding,
+        holding: MicroBatchMemory,
         engine: Engine,
         tensor: Tensor,
         optional: bool,
         needs_clone: bool = False,
-    ) -> Entry | None:
+    ) -> TensorEntry | None:
         """Start the copy of a tensor [...] to the host, and return the record of the copy.
 
         A tensor that does not fit stays on the device, and its record has no copy. The result is
@@ -261,7 +268,7 @@ class OffloadManager:
                 view = host.view(tensor.dtype).view(tensor.shape)
             else:
                 view = tensor.new_empty(tensor.shape, device=host.device)
-            entry = Entry(engine, host=view)
+            entry = TensorEntry(engine, host=view)
             self.transfers.send(holding, entry, tensor, holding.free_after, needs_clone)
             return entry
         if self.on_host_full == "raise":
@@ -283,7 +290,9 @@ class OffloadManager:
                 "to leave the rest on the device."
             )
         self.overflow_count += 1
-        return None if optional and self.on_host_full == "recompute" else Entry(engine, tensor)
+        return (
+            None if optional and self.on_host_full == "recompute" else TensorEntry(engine, tensor)
+        )
 
     @property
     def host_bytes(self) -> int:
@@ -294,12 +303,12 @@ class OffloadManager:
         """Return statistics by name: bytes moved, GB/s and seconds of waiting for each direction,
         bytes of host memory, and the number of tensors that did not fit."""
         moved_bytes = self.transfers.bytes
-        spent = self.transfers.spent()
+        spent = self.transfers.queue_seconds()
         statistics = dict[str, float]()
-        for queue in (OUT, BACK):
-            statistics[f"bytes_{queue}"], statistics[STALL + queue] = (
+        for queue in (TO_HOST_QUEUE, FROM_HOST_QUEUE):
+            statistics[f"bytes_{queue}"], statistics[STALL_PREFIX + queue] = (
                 moved_bytes[queue],
-                spent[STALL + queue],
+                spent[STALL_PREFIX + queue],
             )
             statistics[f"gb_per_s_{queue}"] = (
                 moved_bytes[queue] / spent[queue] / 1e9 if spent[queue] else 0.0
@@ -352,7 +361,7 @@ class HostTensors:
     def __init__(
         self,
         manager: OffloadManager,
-        holding: Holding,
+        holding: MicroBatchMemory,
         engine: Engine,
         staying: AbstractSet[str] | None = frozenset(),
     ) -> None:
@@ -360,7 +369,7 @@ class HostTensors:
         self._transfers = manager.transfers
         self._holding = holding
         self._engine = engine
-        self._entries: dict[Access, Entry] = {}
+        self._entries: dict[Access, TensorEntry] = {}
         self._previous_store = holding.stores[-1] if holding.stores else None
         holding.stores.append(weakref.ref(self))
         self._order: list[list[Access]] = []  # order of backward's reads, set after forward
@@ -394,13 +403,14 @@ class HostTensors:
             self._transfers.send(self._holding, entry, tensor, (entry.read,))
         else:
             self.bytes += tensor.nbytes
-            stays = self.staying is None or saved_as(name) in self.staying
+            stays = self.staying is None or saves_name(name) in self.staying
             if stays and self._manager.has_room(tensor.nbytes):
                 self.resident_bytes += tensor.nbytes
-                entry = Entry(self._engine, tensor, budgeted=True)
+                entry = TensorEntry(self._engine, tensor, budgeted=True)
             else:
                 optional = (
-                    self._holding.stack.kind == MICRO_BATCH and name.split(".")[0] not in ESSENTIAL
+                    self._holding.stack.kind == MICRO_BATCH
+                    and name.split(".")[0] not in RECOMPUTATION_INPUTS
                 )
                 entry = self._manager.move_to_host(
                     self._holding, self._engine, tensor, optional, needs_clone=name == "x"
@@ -441,13 +451,15 @@ class HostTensors:
             return
         assert entry.host is not None
         engine = entry.engine
-        tensor = engine.like(entry.host)
-        engine.wait(BACK, engine.record(COMPUTE))  # [Note: offload order], 2
-        engine.wait(BACK, entry.copied_out)  # 3
-        engine.copy(BACK, tensor, entry.host)
-        holding.stack.last_uses[engine, BACK] = entry.read = event = engine.record(BACK)
+        tensor = engine.empty_like(entry.host)
+        engine.wait(FROM_HOST_QUEUE, engine.record(COMPUTE_QUEUE))  # [Note: offload order], 2
+        engine.wait(FROM_HOST_QUEUE, entry.copied_out)  # 3
+        engine.copy(FROM_HOST_QUEUE, tensor, entry.host)
+        holding.stack.last_uses[engine, FROM_HOST_QUEUE] = entry.read = event = engine.record(
+            FROM_HOST_QUEUE
+        )
         holding.arriving[entry] = (tensor, event)
-        self._transfers.bytes[BACK] += tensor.nbytes
+        self._transfers.bytes[FROM_HOST_QUEUE] += tensor.nbytes
 
     def peek(self, name: str, chunk: int) -> Tensor:
         """Return a stored tensor [...] on the device, to be read only; the tensor stays in the
@@ -467,8 +479,8 @@ class HostTensors:
                 self._load_all(reads)
             self.load(name, chunk)
             tensor, event = self._holding.arriving.pop(entry)
-            entry.engine.wait(COMPUTE, event)  # 4
-            entry.engine.access(COMPUTE, tensor, write=False)
+            entry.engine.wait(COMPUTE_QUEUE, event)  # 4
+            entry.engine.access(COMPUTE_QUEUE, tensor, write=False)
         if entry.version is not None and entry.version != tensor._version:
             raise BackwardError(
                 "The input of a streamed layer was changed in place between forward and backward. "
@@ -482,8 +494,8 @@ class HostTensors:
         tensor = self.peek(name, chunk)
         entry = self._entries[name, chunk]
         if tensor is entry.source:
-            entry.engine.wait(COMPUTE, entry.copied_out)  # 6: the copy out may still read it
-        entry.engine.access(COMPUTE, tensor, write=True)
+            entry.engine.wait(COMPUTE_QUEUE, entry.copied_out)  # 6: the copy out may still read it
+        entry.engine.access(COMPUTE_QUEUE, tensor, write=True)
         return tensor
 
     def take(self, name: str, chunk: int) -> Tensor:
@@ -555,7 +567,7 @@ class HostTensors:
                 "close was called since. Compute the loss again."
             )
 
-    def _entry(self, name: str, chunk: int) -> Entry:
+    def _entry(self, name: str, chunk: int) -> TensorEntry:
         entry = self._entries.get((name, chunk))
         if entry is None:
             self._check_not_retired()

@@ -53,34 +53,36 @@ from typing import Any
 
 import torch
 
-from streambp.chunks import AUTO_RULE, in_one_pass, plan_chunks
+from streambp.chunks import AUTO_RULE, floor_power_of_two, plan_chunks
 from streambp.offload.costs import (
     GRAPH,
     BatchSaves,
     Candidate,
-    Choice,
-    Chosen,
-    Figures,
+    ForwardMeasurement,
     LayerCost,
-    Measured,
+    MicroBatchChoice,
     ObservedCosts,
+    SavesChoice,
     Shortage,
-    never_leaving,
+    StepFigures,
+    host_exclusions,
 )
 from streambp.offload.free_memory import host_limit
+from streambp.offload.host_choice import HostChoice, MicroBatchShape, MovingStep
 from streambp.offload.link import LinkBudget
-from streambp.offload.moving import HostChoice, MovingStep, Shape
-from streambp.offload.places import Headroom, Placement, choose_placement
+from streambp.offload.placement import Headroom, Placement, choose_placement
 
-IGNORED_SHARE_OF_FREE_MEMORY = (
+IGNORED_FREE_MEMORY_FRACTION = (
     0.01  # fraction of the initial free memory; smaller deviations are ignored
 )
-ROOMS_PER_INPUT = 64  # rooms that are told apart, for the bytes of all layers' inputs
+HEADROOM_STEPS_PER_INPUT = 64  # rooms that are told apart, for the bytes of all layers' inputs
 CHUNK_TOKENS = (32768, 16384, 8192, 4096, 2048, 1024)  # over all rows of the batch
-EQUAL_SECONDS = 0.002  # seconds with a smaller relative difference count as equal
-FORWARD = 0.25  # forward's fraction of a step's seconds; backward computes three times as much
-REMEMBERED = 32  # maximal number of margins
-ON_HOST = "on the host"  # marks the margins of micro-batches that move saved tensors
+EQUAL_SECONDS_TOLERANCE = 0.002  # seconds with a smaller relative difference count as equal
+FORWARD_SECONDS_FRACTION = (
+    0.25  # forward's fraction of a step's seconds; backward computes three times as much
+)
+MAX_MARGINS = 32  # maximal number of margins
+HOST_MARGIN_KEY = "on the host"  # marks the margins of micro-batches that move saved tensors
 
 Free = Callable[[torch.device], float | None]  # optional methods are those of `FreeMemory`
 HeadroomByLayer = list[list[float]]  # (index, bytes): common budget of all layers up to `index`
@@ -111,7 +113,7 @@ class SavesPolicy:
         self,
         layers: int,
         free: Free,
-        states: Callable[[torch.device], tuple[Figures, float]],
+        states: Callable[[torch.device], tuple[StepFigures, float]],
         sizes: bool,
         saves: bool,
         link: LinkBudget | None = None,
@@ -119,15 +121,17 @@ class SavesPolicy:
     ) -> None:
         self.host = host
         self.moving: MovingStep | None = None
-        self._decided: Shape | None = None  # size of the micro-batch for which `moving` is known
+        self._decided: MicroBatchShape | None = (
+            None  # size of the micro-batch for which `moving` is known
+        )
         self.layers = layers
         self.free = free
         self.states = states
         self.sizes = sizes
         self.keeps = saves
         self.link = link
-        self.latest: Choice | None = None
-        self.figures = Figures()
+        self.latest: MicroBatchChoice | None = None
+        self.figures = StepFigures()
         self.present = 0.0
         self._begun = False
         self._chunks: dict[tuple[int, int], int] = {}
@@ -137,9 +141,9 @@ class SavesPolicy:
             weakref.WeakSet()
         )  # instances of `layer.saved.SavedForBackward`
         # choices with offload="auto", by the measurements and the device's room
-        self._places: dict[tuple[Measured, float], Placement] = {}
+        self._places: dict[tuple[ForwardMeasurement, float], Placement] = {}
         self._batch = BatchSaves()
-        # keys are tokens of a step and of a chunk, or `Shape` and ON_HOST
+        # keys are tokens of a step and of a chunk, or `MicroBatchShape` and HOST_MARGIN_KEY
         self.margins: dict[tuple[Any, ...], Shortage] = {}
 
     def __reduce__(self) -> Any:
@@ -156,7 +160,7 @@ class SavesPolicy:
             "device's free memory"
         )
 
-    def begins(self, device: torch.device, with_layers: bool = False) -> None:
+    def begin_forward(self, device: torch.device, with_layers: bool = False) -> None:
         """Record that a forward of the model begins. The device's free memory and the model's
         predictions are read once for each forward.
 
@@ -176,7 +180,7 @@ class SavesPolicy:
                     self.link.measured.clear()
         self._begun = not with_layers
 
-    def ended(self) -> None:
+    def end_forward(self) -> None:
         """Record that a forward of the model has ended, with or without an exception. Called by the
         backbone."""
         self._begun = False
@@ -193,7 +197,7 @@ class SavesPolicy:
         """
         key = batch_size, length
         if index == 0 or key not in self._chunks:
-            self.begins(device, with_layers=True)
+            self.begin_forward(device, with_layers=True)
             self._chunks = {key: self.size(batch_size, length, device)}
         return self._chunks[key]
 
@@ -212,14 +216,12 @@ class SavesPolicy:
         sizes = []
         for chunk_tokens in CHUNK_TOKENS:
             positions = max(1, chunk_tokens // batch_size)
-            positions = length if positions >= length else in_one_pass(positions)
+            positions = length if positions >= length else floor_power_of_two(positions)
             sizes.append(positions)
             if math.isinf(best):
                 size = positions  # if no size fits, the last one remains
-            fits, plan, seconds = self.predicted(
-                free, tokens, batch_size * positions, device, length
-            )
-            if fits and seconds < best * (1 - EQUAL_SECONDS):
+            fits, plan, seconds = self.predict(free, tokens, batch_size * positions, device, length)
+            if fits and seconds < best * (1 - EQUAL_SECONDS_TOLERANCE):
                 size = positions
                 best = seconds
                 best_plan = plan
@@ -228,7 +230,7 @@ class SavesPolicy:
             self.moving = self._faster_on_host(sizes, rows, device, free, (best, best_plan))
             if self.moving is not None:
                 size = self.moving.shape.chunk // batch_size
-            self._decided = Shape(tokens, length, batch_size * size)
+            self._decided = MicroBatchShape(tokens, length, batch_size * size)
         return size
 
     def _faster_on_host(
@@ -271,25 +273,25 @@ class SavesPolicy:
         fastest = None
         host_headroom = host.host_headroom(host_figures)
         for size in dict.fromkeys(sizes):
-            shape = Shape(tokens, length, batch_size * size)
+            shape = MicroBatchShape(tokens, length, batch_size * size)
             # Memory that similar micro-batches lacked, wherever their tensors were.
             shortages = (
-                self.margins.get(key) for key in ((*shape, ON_HOST), (tokens, shape.chunk))
+                self.margins.get(key) for key in ((*shape, HOST_MARGIN_KEY), (tokens, shape.chunk))
             )
             margin = max(
                 (shortage.margin for shortage in shortages if shortage is not None), default=0.0
             )
             free_bytes = free - host_figures.need(tokens, shape.chunk, self.present) - margin
-            step = host.predicted(host_figures, costs, shape, free_bytes, host_headroom)
+            step = host.predict(host_figures, costs, shape, free_bytes, host_headroom)
             if not step.fits:
                 continue
-            if fastest is None or step.seconds < fastest.seconds * (1 - EQUAL_SECONDS):
+            if fastest is None or step.seconds < fastest.seconds * (1 - EQUAL_SECONDS_TOLERANCE):
                 fastest = step
-        if fastest is None or not host.pays(fastest, seconds):
+        if fastest is None or not host.is_worth_moving(fastest, seconds):
             return None
         return fastest
 
-    def predicted(
+    def predict(
         self, free: float, tokens: int, chunk: int, device: torch.device, length: int
     ) -> tuple[bool, dict[int, list[Candidate]], float]:
         """Return three predictions for a step in chunks of `chunk` tokens: True if the step fits
@@ -329,7 +331,7 @@ class SavesPolicy:
         free -= 0.0 if shortage is None else shortage.margin
         return [
             [last_index, free - size]
-            for last_index, size in self.figures.need.by_layer(tokens, chunk, self.present)
+            for last_index, size in self.figures.need.bytes_by_layer(tokens, chunk, self.present)
         ]
 
     def saves(
@@ -392,7 +394,7 @@ class SavesPolicy:
             self._by_name.discard(index)
         self._waiting.add(saved)
         if self.moving is not None:
-            batch.expected -= self.moving.placement.stays(index)
+            batch.expected -= self.moving.placement.staying_bytes(index)
         else:
             inputs = 0.0 if cost is None else cost.scaled_to(tokens).x
             batch.expected -= sum(candidate.bytes for candidate in candidates) + inputs
@@ -421,7 +423,7 @@ class SavesPolicy:
             batch.shortage.shortfall = max(batch.shortage.shortfall, short)
         later = range(index, self.layers)
         if self.moving is not None:
-            freed = self.moving.placement.let_leave(later, short)
+            freed = self.moving.placement.free_device(later, short)
             if freed < short:
                 self._drop(None, "less memory was free than planned")
             return
@@ -448,7 +450,7 @@ class SavesPolicy:
             rows: number of rows.
         """
         if not self.sizes:
-            self.begins(saved.device, with_layers=True)
+            self.begin_forward(saved.device, with_layers=True)
         previous = self._batch
         shortage = previous.shortage
         if shortage is not None:  # leave free what the previous one lacked
@@ -457,7 +459,7 @@ class SavesPolicy:
                 shortage.shortfall = max(shortage.shortfall, previous.slack)
             shortage.learn(self.margins.pop(shortage.key, None))
             self.margins = {
-                **dict(list(self.margins.items())[1 - REMEMBERED :]),
+                **dict(list(self.margins.items())[1 - MAX_MARGINS :]),
                 shortage.key: shortage,
             }
         self._seen = {}
@@ -472,7 +474,7 @@ class SavesPolicy:
         need = self.figures.need
         tokens = rows * length
         if self.host is not None and self.figures.on_host is not None and free is not None:
-            self._decide_for(Shape(tokens, length, chunk), saved.device, free)
+            self._decide_for(MicroBatchShape(tokens, length, chunk), saved.device, free)
             if self.moving is not None:
                 self._begin_moving(self.moving, saved.device, free)
                 return
@@ -481,10 +483,10 @@ class SavesPolicy:
             return
         headroom = max(headroom for _, headroom in self._headroom_by_layer(free, tokens, chunk))
         batch.device = saved.device
-        batch.slack = IGNORED_SHARE_OF_FREE_MEMORY * free
+        batch.slack = IGNORED_FREE_MEMORY_FRACTION * free
         batch.retries = getattr(self.free, "retries", lambda _: 0)(saved.device)
-        _, batch.plan, _ = self.predicted(free, tokens, chunk, saved.device, length)
-        self.latest = choice = Chosen(tokens, length, chunk, headroom, batch.plan)
+        _, batch.plan, _ = self.predict(free, tokens, chunk, saved.device, length)
+        self.latest = choice = SavesChoice(tokens, length, chunk, headroom, batch.plan)
         planned = sum(choice.bytes.values())
         batch.expected = free - max(0.0, headroom - planned)
         if planned:
@@ -494,7 +496,7 @@ class SavesPolicy:
             }
             batch.shortage = Shortage((tokens, chunk), headroom, planned, planned_by_layer)
 
-    def _decide_for(self, shape: Shape, device: torch.device, free: float) -> None:
+    def _decide_for(self, shape: MicroBatchShape, device: torch.device, free: float) -> None:
         """Decide if the micro-batch that begins moves saved tensors to the host, unless the choice
         of its chunk size has decided. [Note: host by seconds]
 
@@ -508,14 +510,14 @@ class SavesPolicy:
             self.moving = None
             if self.figures.need is not None and self.figures.seconds is not None:
                 tokens, length, chunk = shape
-                fits, plan, seconds = self.predicted(free, tokens, chunk, device, length)
+                fits, plan, seconds = self.predict(free, tokens, chunk, device, length)
                 staying = (seconds if fits else math.inf, plan)
                 batch_size = max(1, tokens // max(1, length))
                 rows = (batch_size, length)
                 size = max(1, chunk // batch_size)
                 self.moving = self._faster_on_host([size], rows, device, free, staying)
         self._decided = None
-        self.host.began(self.moving)
+        self.host.begin_micro_batch(self.moving)
 
     def _begin_moving(self, step: MovingStep, device: torch.device, free: float) -> None:
         """Begin a micro-batch that moves saved tensors to the host. [Note: host by seconds]
@@ -529,30 +531,32 @@ class SavesPolicy:
         assert self.figures.on_host is not None
         host_figures = self.figures.on_host()
         assert host_figures is not None
-        placement = step.placement.copied()
+        placement = step.placement.copy()
         self.moving = step = dataclasses.replace(step, placement=placement)
         self.host.prepare(step)
         batch = self._batch
         batch.device = device
         batch.plan = placement.saved
-        batch.slack = IGNORED_SHARE_OF_FREE_MEMORY * free
+        batch.slack = IGNORED_FREE_MEMORY_FRACTION * free
         batch.retries = getattr(self.free, "retries", lambda _: 0)(device)
         batch.others_are_seen = getattr(self.free, "sees_others", lambda _: False)(device)
         shape, pace = step.shape, step.pace
         hidden_bytes = pace.link * pace.forward  # bytes whose copies hide behind forward
-        measured = Measured(
+        measured = ForwardMeasurement(
             shape.tokens, shape.length, pace.forward, pace.link, pace.attention, step.host
         )
         inputs = placement.inputs
-        self.latest = Chosen(
+        self.latest = SavesChoice(
             *shape, min(hidden_bytes, step.host), placement.saved, measured, inputs
         )
         self.latest.on_device = planned = placement.on_device
         batch.expected = free - max(0.0, step.free_bytes - planned)
         if planned:
             batch.chunk_bytes = host_figures.need.chunk_bytes(shape.chunk)
-            planned_by_layer = {index: placement.stays(index) for index in placement.saved}
-            batch.shortage = Shortage((*shape, ON_HOST), step.free_bytes, planned, planned_by_layer)
+            planned_by_layer = {index: placement.staying_bytes(index) for index in placement.saved}
+            batch.shortage = Shortage(
+                (*shape, HOST_MARGIN_KEY), step.free_bytes, planned, planned_by_layer
+            )
 
     def _begin_on_host(self, link: LinkBudget, tokens: int, length: int, chunk: int) -> None:
         """Choose the tensors that this micro-batch saves, and those of them that are copied to the
@@ -575,11 +579,11 @@ class SavesPolicy:
             operator.add, (cost.scaled_to(measured.tokens) for cost in costs.values())
         )
         attending = model_cost.attention_flops / measured.attention
-        never_leave = never_leaving(attending, model_cost.attn_out / measured.link)
+        never_leave = host_exclusions(attending, model_cost.attn_out / measured.link)
         hidden = measured.seconds * measured.link  # bytes whose copies hide behind forward
         on_device = link.room_on_device(tokens) * measured.tokens / tokens
         # Steps of other lengths have other rooms. Few different rooms need few choices.
-        on_device -= on_device % (model_cost.x / ROOMS_PER_INPUT)
+        on_device -= on_device % (model_cost.x / HEADROOM_STEPS_PER_INPUT)
         inputs: dict[int, float] = {}
         candidates: dict[int, list[Candidate]] = {}
         for index, cost in costs.items():
@@ -593,7 +597,7 @@ class SavesPolicy:
         self._batch.plan = placement.saved
         if self.keeps:
             link.manager.staying = placement.staying
-        self.latest = Chosen(
+        self.latest = SavesChoice(
             measured.tokens,
             measured.length,
             chunk,
@@ -624,12 +628,13 @@ class SavesPolicy:
         figures = self.figures
         costs = self.figures.costs
         on_host = self.link is not None or figures.on_host is not None
-        if not isinstance(choice, Chosen) or on_host or figures.seconds is None:
+        if not isinstance(choice, SavesChoice) or on_host or figures.seconds is None:
             return 0.0
         if GRAPH in choice.layers or choice.layers.get("attn_out", 0) == len(costs):
             return 0.0
         headroom = min(
-            FORWARD * figures.seconds(choice.tokens, choice.chunk) * figures.link, host_limit(None)
+            FORWARD_SECONDS_FRACTION * figures.seconds(choice.tokens, choice.chunk) * figures.link,
+            host_limit(None),
         )
         headroom -= sum(cost.scaled_to(choice.tokens).x for cost in costs.values())
         plan = self._fill([[math.inf, headroom]], costs, None, choice.tokens, choice.length, False)
@@ -753,7 +758,7 @@ class SavesPolicy:
         next choice. Predictions are replaced by measurements for layers whose backward has run."""
         costs = self.figures.costs
         for index, observed_costs in list(self._seen.items()):
-            cost = observed_costs.learnt()
+            cost = observed_costs.measured_cost()
             if cost is not None:
                 previous_cost = costs.get(index)
                 if previous_cost is not None and not cost.graph:
@@ -785,7 +790,7 @@ class SavesPolicy:
 
     def _free_now(self) -> float | None:
         free = self.free(self._batch.device)
-        if free is not None and isinstance(self.latest, Chosen):
+        if free is not None and isinstance(self.latest, SavesChoice):
             self.latest.min_free_bytes = min(self.latest.min_free_bytes, free)
         return free
 
@@ -811,6 +816,6 @@ class SavesPolicy:
             self._batch.shortage.saves_dropped = True
         if self.moving is not None:
             self.moving.placement.staying.clear()
-        if waiting and isinstance(self.latest, Chosen):
+        if waiting and isinstance(self.latest, SavesChoice):
             self.latest.drop_reason = reason
         return any(freed)

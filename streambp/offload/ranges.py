@@ -23,20 +23,28 @@ import torch
 from torch import Tensor, nn
 
 from streambp.errors import HostMemoryError, UnsupportedModelError
-from streambp.instance_forward import Home
-from streambp.known_names import GRADIENT_HOOKED, MOVES, PARTITIONED, QUANT_STATE, STATISTICS_8BIT
+from streambp.instance_forward import PatchedModuleRef
+from streambp.known_names import (
+    APPLY_METHOD,
+    GRADIENT_HOOKED,
+    PARTITION_ID,
+    QUANT_STATE,
+    STATISTICS_8BIT,
+)
 from streambp.offload.arena import Arena, BufferStack
 from streambp.offload.engines import Engine
-from streambp.offload.free_memory import NO_LIMIT, host_limit
+from streambp.offload.free_memory import UNLIMITED_BYTES, host_limit
 
-ALIGNMENT = 512  # bytes, like device allocators: some kernels read weights as vectors
-MAP = "hf_device_map"  # transformers' attribute with the devices of a model's parts
-ALL_OTHERS = -1  # index of all modules outside of layers
-WANTS_GRADIENT = operator.attrgetter("requires_grad")
+ALIGNMENT_BYTES = 512  # bytes, like device allocators: some kernels read weights as vectors
+DEVICE_MAP_ATTRIBUTE = (
+    "hf_device_map"  # transformers' attribute with the devices of a model's parts
+)
+OTHER_MODULES = -1  # index of all modules outside of layers
+REQUIRES_GRADIENT = operator.attrgetter("requires_grad")
 
 
 @dataclasses.dataclass(eq=False)
-class OneLayer:
+class LayerStandIn:
     """Stand-in for a `LayerState` where a model is not patched: an object with the attribute
     `layer`, a decoder layer. The planner uses it to compute the bytes of weights on the host."""
 
@@ -57,7 +65,7 @@ class WeightSlice:
     offset: int
     home: Tensor
 
-    def within(self, memory: Tensor) -> Tensor:
+    def view_in(self, memory: Tensor) -> Tensor:
         """Return the tensor's view in another memory with the same layout, such as a copy of the
         layer's memory on the device.
 
@@ -110,8 +118,8 @@ class HostRanges:
         gradient_bytes: bytes of host memory for gradients.
     """
 
-    def __init__(self, root: nn.Module | Home, host_memory: int | None) -> None:
-        self.home = root if isinstance(root, Home) else Home(root)
+    def __init__(self, root: nn.Module | PatchedModuleRef, host_memory: int | None) -> None:
+        self.home = root if isinstance(root, PatchedModuleRef) else PatchedModuleRef(root)
         self.host_memory = host_memory
         self.layer_states: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self.layers: dict[int, LayerRange] = {}
@@ -151,23 +159,23 @@ class HostRanges:
         """
         self.layer_states.update({layer_state.index: layer_state for layer_state in layer_states})
         for layer_state in self.layer_states.values():
-            layer_state.layer.__dict__[MOVES] = functools.partial(
+            layer_state.layer.__dict__[APPLY_METHOD] = functools.partial(
                 move_others, self, layer_state.index
             )
         for module in self.root.modules():
-            device_map = module.__dict__.get(MAP)
+            device_map = module.__dict__.get(DEVICE_MAP_ATTRIBUTE)
             # accelerate would use the CPU alone
             if device_map and {str(device) for device in device_map.values()} == {"cpu"}:
-                self._maps.append((module, module.__dict__.pop(MAP)))
+                self._maps.append((module, module.__dict__.pop(DEVICE_MAP_ATTRIBUTE)))
 
     def remove(self) -> None:
         """Let `model.to(...)` move the layers again. The weights remain on the host."""
         for layer_state in self.layer_states.values():
-            layer_state.layer.__dict__.pop(MOVES, None)
+            layer_state.layer.__dict__.pop(APPLY_METHOD, None)
         for module, device_map in self._maps:
-            module.__dict__[MAP] = device_map
+            module.__dict__[DEVICE_MAP_ATTRIBUTE] = device_map
 
-    def stay(self, headroom: float, slots: int) -> None:
+    def keep_on_device(self, headroom: float, slots: int) -> None:
         """Choose the layers whose weights stay on the device: the last layers, up to the number
         that fits. Once weights are on the host, later calls can only reduce this number.
 
@@ -199,11 +207,13 @@ class HostRanges:
                 layer that has no frozen ones; 0 for every other layer.
         """
         tensors = [
-            tensor for tensor in self.streamed(index).values() if tensor.requires_grad == trained
+            tensor
+            for tensor in self.streamed_tensors(index).values()
+            if tensor.requires_grad == trained
         ]
-        return _laid_out(tensors)[1] if tensors else 0
+        return _lay_out(tensors)[1] if tensors else 0
 
-    def streamed(self, index: int) -> dict[int, Tensor]:
+    def streamed_tensors(self, index: int) -> dict[int, Tensor]:
         """Return the tensors [...] of a layer that are in host memory while the layer does not run,
         by id().
 
@@ -220,7 +230,7 @@ class HostRanges:
                     self._holders.setdefault(id(tensor), (tensor, set()))[1].add(other_index)
             for module in self.root.modules():
                 for tensor in tensors_of(module) if id(module) not in inside else ():
-                    self._holders.setdefault(id(tensor), (tensor, set()))[1].add(ALL_OTHERS)
+                    self._holders.setdefault(id(tensor), (tensor, set()))[1].add(OTHER_MODULES)
         layer_range = self.layers.get(index)
         stay = set[int]()
         if layer_range is not None:  # adapters that are disabled temporarily
@@ -247,7 +257,7 @@ class HostRanges:
         self._holders.clear()
         for index, layer_state in self.layer_states.items():
             if index in self.staying:
-                for tensor in layer_state.of(tensors_inside):
+                for tensor in layer_state.cached_result(tensors_inside):
                     if tensor.device != device and not tensor.is_meta:
                         tensor.data = tensor.data.to(device)
             elif self.valid_range(index) is None:
@@ -264,7 +274,7 @@ class HostRanges:
         layer_range = self.layers.get(index)
         if layer_range is None:
             return None
-        tensors = self.layer_states[index].of(tensors_inside)
+        tensors = self.layer_states[index].cached_result(tensors_inside)
         same_tensors = tensors is layer_range.tensors or list(map(id, tensors)) == list(
             map(id, layer_range.tensors)
         )
@@ -274,7 +284,7 @@ class HostRanges:
         )
         current = (
             same_tensors
-            and layer_range.wanting == bytes(map(WANTS_GRADIENT, tensors))
+            and layer_range.wanting == bytes(map(REQUIRES_GRADIENT, tensors))
             and all(at_home)
         )
         return layer_range if current else None
@@ -293,12 +303,12 @@ class HostRanges:
             HostMemoryError: the host has no room for the weights.
         """
         engine.settle()
-        streamed = self.streamed(index)
+        streamed = self.streamed_tensors(index)
         layer_range = self.layers.get(index)
-        tensors = self.layer_states[index].of(tensors_inside)
+        tensors = self.layer_states[index].cached_result(tensors_inside)
         for tensor in tensors:
             if id(tensor) in streamed:
-                if hasattr(tensor, PARTITIONED) or hasattr(tensor, GRADIENT_HOOKED):
+                if hasattr(tensor, PARTITION_ID) or hasattr(tensor, GRADIENT_HOOKED):
                     raise UnsupportedModelError(
                         "DeepSpeed stores the weights of this model in its own memory, and "
                         "weights='cpu' would move them. Use DeepSpeed's offload_param in place of "
@@ -324,10 +334,10 @@ class HostRanges:
                         "bitsandbytes' 4-bit weights. Load the model so, on the CPU, or leave "
                         "weights out."
                     )
-                tensor.data = tensor.data if _dense(tensor) else tensor.data.contiguous()
+                tensor.data = tensor.data if _is_dense(tensor) else tensor.data.contiguous()
             elif not tensor.is_meta and tensor.device != device:
                 tensor.data = tensor.data.to(device)  # adapters were created on the host
-        layout, size = _laid_out([tensor for tensor in tensors if id(tensor) in streamed])
+        layout, size = _lay_out([tensor for tensor in tensors if id(tensor) in streamed])
         memory, previous_size = (
             (None, 0) if layer_range is None else (layer_range.memory, layer_range.memory.numel())
         )
@@ -347,8 +357,8 @@ class HostRanges:
             if weight_slice.home.data_ptr() != weight_slice.tensor.data_ptr():
                 weight_slice.home.copy_(weight_slice.tensor.data)
                 weight_slice.tensor.data = weight_slice.home
-        wanting = bytes(map(WANTS_GRADIENT, tensors))
-        trains = any(map(WANTS_GRADIENT, streamed.values()))
+        wanting = bytes(map(REQUIRES_GRADIENT, tensors))
+        trains = any(map(REQUIRES_GRADIENT, streamed.values()))
         self.layers[index] = LayerRange(memory, slices, tensors, wanting, trains)
         return self.layers[index]
 
@@ -367,11 +377,11 @@ class HostRanges:
             HostMemoryError: the host has no room for the memory.
         """
         if self._arena is None:
-            self._arena = Arena(self.host_memory or NO_LIMIT, engine.host_buffer)
+            self._arena = Arena(self.host_memory or UNLIMITED_BYTES, engine.host_buffer)
         other_bytes = self.bytes + self.gradient_bytes - replaced_bytes
         self._arena.allocated = other_bytes
         stack = BufferStack("weights")
-        available = host_limit(None) if self.host_memory is None else NO_LIMIT
+        available = host_limit(None) if self.host_memory is None else UNLIMITED_BYTES
         if size > available or not self._arena.grow(stack, size):
             reason = self._arena.system_error
             if size > available:
@@ -416,14 +426,14 @@ def tensors_inside(layer: nn.Module) -> list[Tensor]:
     return list(tensors.values())
 
 
-def _laid_out(tensors: Iterable[Tensor]) -> tuple[list[tuple[Tensor, int]], int]:
+def _lay_out(tensors: Iterable[Tensor]) -> tuple[list[tuple[Tensor, int]], int]:
     """Return pairs (tensor, offset) for a layer's contiguous range of host memory, the offset being
     the tensor's first byte, and the bytes of the whole range."""
     layout = list[tuple[Tensor, int]]()
-    size = ALIGNMENT
+    size = ALIGNMENT_BYTES
     for tensor in tensors:
         layout.append((tensor, size))
-        size += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+        size += -(-tensor.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
     return layout, size
 
 
@@ -437,7 +447,7 @@ def bytes_on_host(
     The weights may be meta tensors.
     """
     ranges = HostRanges(root, None)
-    layer_states = {index: OneLayer(layer) for index, layer in enumerate(layers)}
+    layer_states = {index: LayerStandIn(layer) for index, layer in enumerate(layers)}
     ranges.layer_states.update(layer_states)
     frozen, trained = (
         tuple(ranges.bytes_of(index, trains) for index in ranges.layer_states)
@@ -448,7 +458,7 @@ def bytes_on_host(
 
 def view_of(memory: Tensor, offset: int, like: Tensor) -> Tensor:
     """Return the bytes of `memory` [bytes] (uint8) from `offset` on as a tensor, with the shape,
-    strides [...] and dtype of `like`.
+    strides [...] and dtype of `empty_like`.
 
     The tensor has a storage of its own, because `torch.save` writes entire storages.
     """
@@ -458,7 +468,7 @@ def view_of(memory: Tensor, offset: int, like: Tensor) -> Tensor:
     return flat.as_strided(like.shape, like.stride())
 
 
-def _dense(tensor: Tensor) -> bool:
+def _is_dense(tensor: Tensor) -> bool:
     """True if the elements [...] of a tensor fill a range of memory without gaps or overlaps, in
     any order. Other tensors are made contiguous before they move to host memory."""
     expected = 1
@@ -486,7 +496,7 @@ def move_others(
         recurse: the argument of `_apply`.
     """
     layer = ranges.layer_states[index].layer
-    host_tensors = {} if index in ranges.staying else ranges.streamed(index)
+    host_tensors = {} if index in ranges.staying else ranges.streamed_tensors(index)
     host_tensors |= {
         id(tensor.grad): tensor.grad
         for tensor in list(host_tensors.values())
@@ -503,5 +513,5 @@ def move_others(
         is_on_host = tensor.device.type == "cpu" and tensor.dtype == probe.dtype
         return tensor if is_on_host else tensor.to("cpu", probe.dtype)
 
-    applied: nn.Module = getattr(type(layer), MOVES)(layer, apply, recurse)
+    applied: nn.Module = getattr(type(layer), APPLY_METHOD)(layer, apply, recurse)
     return applied

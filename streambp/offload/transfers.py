@@ -1,8 +1,9 @@
 """Copy tensors to one stack of host memory; `manager.HostTensors` returns tensors to the device.
 
-Holding     a stack, and the tensors on their way back from it
-Entry       one tensor: on the host, on its way, or on the device
-Transfers   a model's copies to the host, and the sources that must live until the copies are done
+MicroBatchMemory   a stack, and the tensors on their way back from it
+TensorEntry        one tensor: on the host, on its way, or on the device
+Transfers          a model's copies to the host, and the sources that must live until the copies are
+                   done
 """
 
 from __future__ import annotations
@@ -18,14 +19,20 @@ import torch
 from torch import Tensor
 
 from streambp.offload.arena import Arena, BufferStack
-from streambp.offload.engines import BACK, COMPUTE, OUT, SPENT, Engine
+from streambp.offload.engines import (
+    COMPUTE_QUEUE,
+    FROM_HOST_QUEUE,
+    TIMED_QUEUES,
+    TO_HOST_QUEUE,
+    Engine,
+)
 
 MICRO_BATCH = "micro-batch"  # kind of a stack
 GROUPS_IN_FLIGHT = 2  # chunks or tiles whose copies may run before compute waits
 
 
 @dataclasses.dataclass(eq=False)
-class Entry:
+class TensorEntry:
     """State of one saved tensor that is on the device, on the host, or on its way.
 
     Attributes:
@@ -60,13 +67,13 @@ class Departure:
         group: number of the group of copies.
     """
 
-    entry: Entry
+    entry: TensorEntry
     tensor: Tensor
     event: Any
     group: int
 
 
-class Holding:
+class MicroBatchMemory:
     """Host memory of one micro-batch's saved tensors: a stack that was taken from the pool. The
     stack goes back when the last reference to this object is gone, or by `retire`.
 
@@ -82,7 +89,9 @@ class Holding:
         self.stores: list[weakref.ref[Any]] = []
         self.arena, self.stack = arena, arena.take(kind)
         self.free_after = tuple(self.stack.last_uses.values())
-        self.arriving: dict[Entry, tuple[Tensor, Any]] = {}  # tensor, and event after its copy
+        self.arriving: dict[
+            TensorEntry, tuple[Tensor, Any]
+        ] = {}  # tensor, and event after its copy
         self.retire = weakref.finalize(self, _retire, arena, self.stack, self.arriving)
         self.retire.atexit = False
 
@@ -99,7 +108,9 @@ class Holding:
         return max((store.bytes for store in self.alive()), default=0)
 
 
-def _retire(arena: Arena, stack: BufferStack, arriving: dict[Entry, tuple[Tensor, Any]]) -> None:
+def _retire(
+    arena: Arena, stack: BufferStack, arriving: dict[TensorEntry, tuple[Tensor, Any]]
+) -> None:
     """Return a stack of host memory to the pool, after making the compute stream wait for copies
     that still read it.
 
@@ -110,7 +121,7 @@ def _retire(arena: Arena, stack: BufferStack, arriving: dict[Entry, tuple[Tensor
     """
     for entry, (_, event) in arriving.items():
         # [Note: offload order], 4: the tensors' memory goes back to compute
-        entry.engine.wait(COMPUTE, event)
+        entry.engine.wait(COMPUTE_QUEUE, event)
     arriving.clear()
     arena.give_back(stack)
 
@@ -128,7 +139,7 @@ class Transfers:
 
     def __init__(self) -> None:
         self.engines: dict[torch.device, Engine] = {}
-        self.bytes = {OUT: 0.0, BACK: 0.0}
+        self.bytes = {TO_HOST_QUEUE: 0.0, FROM_HOST_QUEUE: 0.0}
         self._in_flight: collections.deque[Departure] = collections.deque()
         self._group = 0
         self._key: tuple[Any, int] | None = None
@@ -138,10 +149,10 @@ class Transfers:
         for engine in self.engines.values():
             engine.settle()
 
-    def spent(self) -> dict[str, float]:
+    def queue_seconds(self) -> dict[str, float]:
         """Return the seconds of copies and of compute's waits, by name, summed over all devices."""
-        spent = [engine.spent() for engine in self.engines.values()]
-        return {name: sum(seconds[name] for seconds in spent) for name in SPENT}
+        spent = [engine.queue_seconds() for engine in self.engines.values()]
+        return {name: sum(seconds[name] for seconds in spent) for name in TIMED_QUEUES}
 
     def begin(self, owner: object, chunk: int) -> None:
         """Begin the group of copies of one chunk. The device memory of older groups, except the
@@ -159,8 +170,8 @@ class Transfers:
 
     def send(
         self,
-        holding: Holding,
-        entry: Entry,
+        holding: MicroBatchMemory,
+        entry: TensorEntry,
         tensor: Tensor,
         host_is_free: Iterable[Any],
         needs_clone: bool = False,
@@ -183,17 +194,17 @@ class Transfers:
         else:
             tensor = tensor.contiguous()
         engine = entry.engine
-        engine.access(COMPUTE, tensor, write=True)
-        engine.wait(OUT, engine.record(COMPUTE))  # [Note: offload order], 1
+        engine.access(COMPUTE_QUEUE, tensor, write=True)
+        engine.wait(TO_HOST_QUEUE, engine.record(COMPUTE_QUEUE))  # [Note: offload order], 1
         for event in host_is_free:
-            engine.wait(OUT, event)  # 5
-        engine.copy(OUT, entry.host, tensor)
-        entry.source, entry.copied_out = tensor, engine.record(OUT)
-        holding.stack.last_uses[engine, OUT] = entry.copied_out
-        self.bytes[OUT] += tensor.nbytes
+            engine.wait(TO_HOST_QUEUE, event)  # 5
+        engine.copy(TO_HOST_QUEUE, entry.host, tensor)
+        entry.source, entry.copied_out = tensor, engine.record(TO_HOST_QUEUE)
+        holding.stack.last_uses[engine, TO_HOST_QUEUE] = entry.copied_out
+        self.bytes[TO_HOST_QUEUE] += tensor.nbytes
         self._in_flight.append(Departure(entry, tensor, entry.copied_out, self._group))
 
-    def release(self, entry: Entry | None = None, last_group: float = math.inf) -> int:
+    def release(self, entry: TensorEntry | None = None, last_group: float = math.inf) -> int:
         """Release tensors on the device whose copies to the host were started, and return their
         number. The compute stream first waits for these copies, so that the memory is not
         overwritten too early.
@@ -208,7 +219,7 @@ class Transfers:
         ]
         for departure in released:
             self._in_flight.remove(departure)
-            departure.entry.engine.wait(COMPUTE, departure.event)  # 6
+            departure.entry.engine.wait(COMPUTE_QUEUE, departure.event)  # 6
             if departure.entry.source is departure.tensor:
                 departure.entry.source = None
         return len(released)

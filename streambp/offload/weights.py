@@ -3,8 +3,8 @@ forward and once in backward.
 
     HostWeights      one for each patched model: the layer in each slot, and the next layer
       HostRanges     host memory of the weights (`ranges.py`)
-      Buffer         host memory for gradients of a layer that trains (`gradients.py`)
-      Slot           device memory for the weights of one layer; two slots exist
+      GradientBuffer host memory for gradients of a layer that trains (`gradients.py`)
+      WeightSlot     device memory for the weights of one layer; two slots exist
 
 A parameter remains one object with one version everywhere: in the optimizer, in state_dict, in
 snapshots of the layer. Only its `.data` changes: it points at the layer's range of host memory, and
@@ -41,13 +41,20 @@ from torch import Tensor, nn
 from torch.distributed import get_world_size, is_initialized
 
 from streambp.errors import UnsupportedModelError
-from streambp.instance_forward import Home
-from streambp.offload.decoded import FORWARD, DecodedLinear, packed_linears
-from streambp.offload.engines import BACK, COMPUTE, OUT, STALL, Engine, make_engine
-from streambp.offload.gradients import Arrival, Arriving, Buffer, Leave
+from streambp.instance_forward import PatchedModuleRef
+from streambp.offload.decoded_weights import FORWARD, DecodedLinear, packed_linears
+from streambp.offload.engines import (
+    COMPUTE_QUEUE,
+    FROM_HOST_QUEUE,
+    STALL_PREFIX,
+    TO_HOST_QUEUE,
+    Engine,
+    make_engine,
+)
+from streambp.offload.gradients import CopyEvents, GradientArrival, GradientBuffer, SendGradients
 from streambp.offload.ranges import HostRanges, LayerRange, view_of
 
-SLOTS = 2
+WEIGHT_SLOTS = 2
 CPU = torch.device("cpu")
 Access = tuple[str, int]
 
@@ -59,7 +66,7 @@ def several_ranks() -> bool:
 
 
 @dataclasses.dataclass
-class Slot:
+class WeightSlot:
     """Buffer in device memory [bytes], uint8, for the weights of one layer at a time.
 
     Attributes:
@@ -99,7 +106,10 @@ class HostWeights:
     """
 
     def __init__(
-        self, root: nn.Module | Home, host_memory: int | None = None, engine: Engine | None = None
+        self,
+        root: nn.Module | PatchedModuleRef,
+        host_memory: int | None = None,
+        engine: Engine | None = None,
     ) -> None:
         self.ranges = HostRanges(root, host_memory)
         self.loads: dict[Access, int] = {}
@@ -107,7 +117,7 @@ class HostWeights:
         self._tokens = -1  # tokens of the largest batch so far
         self._given_engine = engine
         self._engine: Engine | None = None
-        self._buffers: list[Buffer] = []
+        self._buffers: list[GradientBuffer] = []
         self._leaving: tuple[Engine, Any, list[Tensor]] | None = (
             None  # gradients [...] on their way to the host
         )
@@ -121,7 +131,7 @@ class HostWeights:
         self._engine = None
         self._engines_device: torch.device | None = None
         self._device: torch.device | None = None  # device of the running step
-        self._slots: list[Slot] = []
+        self._slots: list[WeightSlot] = []
         self._inside: set[int] = set()
         self._next: dict[Access, Access] = {}  # successor of each access in the last pass
         self._last_access: Access | None = None
@@ -156,7 +166,11 @@ class HostWeights:
     def seconds_waited(self) -> float:
         """Return the seconds for which the compute stream has waited for copies of weights. The
         call synchronizes with the device."""
-        return 0.0 if self._engine is None else self._engine.spent()[STALL + BACK]
+        return (
+            0.0
+            if self._engine is None
+            else self._engine.queue_seconds()[STALL_PREFIX + FROM_HOST_QUEUE]
+        )
 
     def begin(self, input_or_device: Any) -> None:
         """Begin a forward of the model. The device buffers count as empty, because the weights may
@@ -184,8 +198,8 @@ class HostWeights:
         self._last_forward = -1
         if self.headroom is not None and len(shape) == 2 and math.prod(shape) > self._tokens:
             self._tokens = math.prod(shape)
-            self.ranges.stay(
-                math.inf if device.type == "cpu" else self.headroom(device, *shape), SLOTS
+            self.ranges.keep_on_device(
+                math.inf if device.type == "cpu" else self.headroom(device, *shape), WEIGHT_SLOTS
             )
         if device.type != "cpu":
             self._start(device)
@@ -222,8 +236,8 @@ class HostWeights:
         weights = self._current(index)
         access = (direction, index)
         slot = self._loaded(index, direction)
-        engine.wait(COMPUTE, slot.filled)  # 8
-        engine.access(COMPUTE, slot.memory, write=False)
+        engine.wait(COMPUTE_QUEUE, slot.filled)  # 8
+        engine.access(COMPUTE_QUEUE, slot.memory, write=False)
         self._clock += 1
         slot.last_use = self._clock
         slot.inside = True
@@ -235,14 +249,14 @@ class HostWeights:
         linears = list[nn.Module]()
         try:
             for weight_slice in weights.slices:
-                weight_slice.tensor.data = weight_slice.within(slot.memory)
+                weight_slice.tensor.data = weight_slice.view_in(slot.memory)
             if weights.trains:  # autocast would cache a copy of every layer
                 torch.set_autocast_cache_enabled(False)
             following = self._next.get(access)
             if following is not None and following[1] != index:
                 self._loaded(following[1], following[0])
             if decodes:  # once for each pass; a Linear's own forward decodes for each chunk
-                linears = self.ranges.layer_states[index].of(packed_linears)
+                linears = self.ranges.layer_states[index].cached_result(packed_linears)
             for linear in linears:
                 vars(linear)[FORWARD] = DecodedLinear(linear)
             yield
@@ -253,11 +267,11 @@ class HostWeights:
             for weight_slice in weights.slices:
                 weight_slice.tensor.data = weight_slice.home
             self._inside.discard(index)
-            engine.access(COMPUTE, slot.memory, write=False)
-            slot.last_read = engine.record(COMPUTE)
+            engine.access(COMPUTE_QUEUE, slot.memory, write=False)
+            slot.last_read = engine.record(COMPUTE_QUEUE)
             slot.inside = False
 
-    def _loaded(self, index: int, direction: str) -> Slot:
+    def _loaded(self, index: int, direction: str) -> WeightSlot:
         """Return the device buffer with the weights of layer `index`. The copy from the host is
         started if no buffer has these weights. `direction` ("forward", "backward" or "trial") is
         the layer's next use, under which the copy is counted in `loads`."""
@@ -274,18 +288,18 @@ class HostWeights:
             self._engine.settle()
             with torch.inference_mode(False):
                 slot.memory, slot.last_read = (
-                    self._engine.like(weights.memory),
-                    self._engine.record(COMPUTE),
+                    self._engine.empty_like(weights.memory),
+                    self._engine.record(COMPUTE_QUEUE),
                 )
-        self._engine.wait(BACK, slot.last_read)  # 7
-        self._engine.copy(BACK, slot.memory[:size], weights.memory)
-        slot.index, slot.filled = index, self._engine.record(BACK)
+        self._engine.wait(FROM_HOST_QUEUE, slot.last_read)  # 7
+        self._engine.copy(FROM_HOST_QUEUE, slot.memory[:size], weights.memory)
+        slot.index, slot.filled = index, self._engine.record(FROM_HOST_QUEUE)
         self.loads[direction, index] = self.loads.get((direction, index), 0) + 1
         return slot
 
-    def arriving(
+    def receive_gradients(
         self, index: int, weights: list[Tensor], device: torch.device
-    ) -> tuple[Leave | None, list[Tensor]]:
+    ) -> tuple[SendGradients | None, list[Tensor]]:
         """Return a function that copies the gradients of a layer's weights to the host, and the
         weights [...] to pass to the layer's autograd function.
 
@@ -303,17 +317,19 @@ class HostWeights:
         if not layer.trains:
             return None, weights
         host_ids = {id(weight_slice.tensor) for weight_slice in layer.slices}
-        arrival: Arrival = []
+        arrival: CopyEvents = []
         on_host = [weight for weight in weights if id(weight) in host_ids]
-        weight_views = dict(zip(map(id, on_host), Arriving.apply(arrival, *on_host), strict=True))  # type: ignore[no-untyped-call]
-        return functools.partial(self.leave, index, arrival), [
+        weight_views = dict(
+            zip(map(id, on_host), GradientArrival.apply(arrival, *on_host), strict=True)
+        )  # type: ignore[no-untyped-call]
+        return functools.partial(self.send_gradients, index, arrival), [
             weight_views.get(id(weight), weight) for weight in weights
         ]
 
-    def leave(
+    def send_gradients(
         self,
         index: int,
-        arrival: Arrival,
+        arrival: CopyEvents,
         weights: Sequence[Tensor],
         gradients: Sequence[Tensor | None],
     ) -> list[Tensor | None]:
@@ -355,20 +371,20 @@ class HostWeights:
         )
         if buffer is None:
             with torch.inference_mode(False):
-                buffer = Buffer(ranges.reserve(size, engine, "The gradients of a layer"))
+                buffer = GradientBuffer(ranges.reserve(size, engine, "The gradients of a layer"))
             ranges.gradient_bytes += size
             self._buffers.append(buffer)
         buffer.gradient_storages.clear()
         for _, gradient in going.values():
-            engine.access(COMPUTE, gradient, write=True)
-        engine.wait(OUT, engine.record(COMPUTE))  # 9
+            engine.access(COMPUTE_QUEUE, gradient, write=True)
+        engine.wait(TO_HOST_QUEUE, engine.record(COMPUTE_QUEUE))  # 9
         host_gradients = dict[int, Tensor]()
         for key, (weight_slice, gradient) in going.items():
-            engine.copy(OUT, weight_slice.within(buffer.memory), gradient)
+            engine.copy(TO_HOST_QUEUE, weight_slice.view_in(buffer.memory), gradient)
             # A separate storage, whose end of life shows that the gradient is unused.
             host_gradients[key] = view_of(buffer.memory, weight_slice.offset, weight_slice.home)
             buffer.gradient_storages.append(weakref.ref(host_gradients[key].untyped_storage()))
-        event = engine.record(OUT)
+        event = engine.record(TO_HOST_QUEUE)
         arrival[:] = [(engine, event)]
         self._leaving = engine, event, [gradient for _, gradient in going.values()]
         return [host_gradients.get(id(w), g) for w, g in zip(weights, gradients, strict=True)]
@@ -378,10 +394,10 @@ class HostWeights:
         copies. Called when the next layer's gradients are copied, and at the next forward."""
         if self._leaving is not None:
             engine, event, gradients = self._leaving
-            engine.wait(COMPUTE, event)  # 11
+            engine.wait(COMPUTE_QUEUE, event)  # 11
             for gradient in gradients:
                 # the next owner of the memory may write
-                engine.access(COMPUTE, gradient, write=True)
+                engine.access(COMPUTE_QUEUE, gradient, write=True)
             self._leaving = None
 
     @torch.inference_mode(False)  # tensors created here also serve training
@@ -420,7 +436,8 @@ class HostWeights:
                 key=Tensor.numel,
             )
             self._slots = [
-                Slot(self._engine.like(largest), self._engine.record(COMPUTE)) for _ in range(SLOTS)
+                WeightSlot(self._engine.empty_like(largest), self._engine.record(COMPUTE_QUEUE))
+                for _ in range(WEIGHT_SLOTS)
             ]
         self._device = device
 

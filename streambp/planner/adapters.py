@@ -9,14 +9,14 @@ from unittest import mock
 from torch import Tensor, nn
 
 from streambp.errors import ConfigError
-from streambp.known_names import MOVES
-from streambp.libraries import required
+from streambp.known_names import APPLY_METHOD
+from streambp.libraries import require_library
 from streambp.reporting import reason
 
-EVERY_LINEAR = "all-linear"
+ALL_LINEARS = "all-linear"
 
 
-def with_adapters(
+def add_adapters(
     model: nn.Module, rank: int, targets: Sequence[str] = ()
 ) -> tuple[nn.Module, tuple[str, ...]]:
     """Add LoRA adapters to a model without data. Return the PeftModel, and the names of the Linears
@@ -30,7 +30,7 @@ def with_adapters(
     Raises:
         ConfigError: peft refuses a target, or the model has no Linear of this name.
     """
-    with required("peft"):
+    with require_library("peft"):
         from peft import LoraConfig, get_peft_model
     head = getattr(model, "get_output_embeddings", lambda: None)()
     names: dict[str, None] = {}
@@ -40,11 +40,11 @@ def with_adapters(
     refused_names: list[str] = []
     if not targets:
         refused_names = [name for name in names if _is_refused(model, name)]
-    modules: str | list[str] = list(targets) or EVERY_LINEAR
+    modules: str | list[str] = list(targets) or ALL_LINEARS
     if refused_names:
         modules = [name for name in names if name not in refused_names]
     config = LoraConfig(r=rank, target_modules=modules, task_type="CAUSAL_LM")
-    with mock.patch.object(nn.Module, MOVES, _renewed), warnings.catch_warnings():
+    with mock.patch.object(nn.Module, APPLY_METHOD, _renew_tensors), warnings.catch_warnings():
         # warnings about peft's own calls are useless for a plan
         warnings.simplefilter("ignore")
         try:
@@ -59,14 +59,14 @@ def with_adapters(
 
 def _is_refused(model: nn.Module, name: str) -> bool:
     """True if peft refuses to add LoRA adapters to Linears of this name in models of this type.
-    `with_adapters` then leaves these Linears out."""
+    `add_adapters` then leaves these Linears out."""
     from peft import LoraConfig, inject_adapter_in_model
 
     probe = nn.Module()
     probe.config = getattr(model, "config", None)  # type: ignore[assignment]
     probe.add_module(name, nn.Linear(2, 2))
     try:
-        with mock.patch.object(nn.Module, MOVES, _renewed), warnings.catch_warnings():
+        with mock.patch.object(nn.Module, APPLY_METHOD, _renew_tensors), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             inject_adapter_in_model(LoraConfig(r=1, target_modules=[name]), probe)
     except ValueError:
@@ -74,7 +74,9 @@ def _is_refused(model: nn.Module, name: str) -> bool:
     return False
 
 
-def _renewed(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+def _renew_tensors(
+    module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True
+) -> nn.Module:
     """Apply `fn` to a module's parameters and buffers like `nn.Module._apply`, but create new
     parameters. Replaces `_apply` while peft adds adapters to a model on fake tensors.
 

@@ -18,26 +18,26 @@ import torch
 from torch import nn
 
 from streambp.admission.stacks import find_stacks
-from streambp.config import LAST, StreamConfig
+from streambp.config import LAST_LAYERS_SEPARATOR, StreamConfig
 from streambp.device import autocast_dtype, is_accelerator
 from streambp.distributed.engines import contents_of, full_bytes, full_shape, gradient_bytes
 from streambp.distributed.host import engine_host_use
-from streambp.instance_forward import Home
-from streambp.known_names import ENGINES
-from streambp.model.installed import patch_of
+from streambp.instance_forward import PatchedModuleRef
+from streambp.known_names import ENGINE_PACKAGES
+from streambp.model.installed_patch import find_patch
 from streambp.model.patching import install
 from streambp.model.state import PatchState
 from streambp.offload import free_memory
-from streambp.offload.costs import Figures, HostFigures, LayerCost, Need
+from streambp.offload.costs import HostStepFigures, LayerCost, MemoryNeed, StepFigures
 from streambp.planner import stored_counts
 from streambp.planner.laws import Law, features
-from streambp.planner.layer_costs import seen_costs
+from streambp.planner.layer_costs import observed_layer_costs
 from streambp.planner.profile import Method, Phase, work
 from streambp.planner.seconds import kernels, seconds
 from streambp.planner.skeleton import Skeleton
 from streambp.planner.step import EMBEDDING_BACKWARD
 from streambp.planner.survey import SurveyRecipe, survey
-from streambp.rates import DEFAULT, DEVICES, Rates, rates_by_name
+from streambp.rates import DEFAULT_DEVICE, DEVICES, Rates, rates_by_name
 
 Model = TypeVar("Model", bound=nn.Module)
 T = TypeVar("T")
@@ -50,15 +50,15 @@ AUTOCAST_FACTOR = (
 MIN_CHUNK_TOKENS = (
     4096  # tokens of a chunk beside the layers on the device; smaller chunks would be slow
 )
-OPTIMIZER = 12  # bytes for each trained parameter, for an optimizer without state yet
-REMEMBERED = 64  # maximal number of cached model states, and of cached lengths
-HALF = (torch.float16, torch.bfloat16)
+OPTIMIZER_BYTES = 12  # bytes for each trained parameter, for an optimizer without state yet
+MAX_CACHED_STATES = 64  # maximal number of cached model states, and of cached lengths
+HALF_DTYPES = (torch.float16, torch.bfloat16)
 # attributes of a parameter that change a step's memory
-DECIDES = ("nbytes", "requires_grad", "dtype", "device")
+MEMORY_ATTRIBUTES = ("nbytes", "requires_grad", "dtype", "device")
 
 
 @dataclasses.dataclass(frozen=True)
-class StepNeed(Need):
+class StepNeed(MemoryNeed):
     """Predicted bytes of a step whose layers save nothing but their inputs. Methods take token
     counts over all rows.
 
@@ -84,7 +84,9 @@ class StepNeed(Need):
         dataclasses.field(default_factory=dict, init=False, compare=False, repr=False)
     )
 
-    def by_layer(self, tokens: int, chunk: int, present: float) -> tuple[tuple[float, float], ...]:
+    def bytes_by_layer(
+        self, tokens: int, chunk: int, present: float
+    ) -> tuple[tuple[float, float], ...]:
         """Return pairs (index, bytes): the most bytes in use in the phases in which backward of the
         layers 0 to `index` has not ended. Saved tensors of these layers must fit beside the bytes.
 
@@ -107,7 +109,7 @@ class StepNeed(Need):
             largest.append({})
             step = features(tokens, min(chunk, tokens))
             for phase in phases:
-                last_layer = waiting(phase.name)
+                last_layer = last_waiting_layer(phase.name)
                 size = phase.law.at(step) - (1 - self.share) * phase.gradients
                 largest[-1][last_layer] = max(largest[-1].get(last_layer, 0.0), size)
         first, accumulating = largest
@@ -116,7 +118,7 @@ class StepNeed(Need):
                 last_layer: (1 - present) * size + present * accumulating.get(last_layer, size)
                 for last_layer, size in first.items()
             }
-        if len(self._bytes_of_layers) == REMEMBERED:
+        if len(self._bytes_of_layers) == MAX_CACHED_STATES:
             self._bytes_of_layers.clear()
         bytes_by_layer = self._bytes_of_layers[key] = tuple(
             (last_layer, self.factor * size + self.casts + self.gathered)
@@ -137,7 +139,7 @@ class StepNeed(Need):
         )
 
 
-def waiting(phase: str) -> float:
+def last_waiting_layer(phase: str) -> float:
     """Return the index of the last layer whose backward has not ended in a phase of a step: 35 in
     "backward 35", in which layer 35's backward runs. Saved tensors of this and all earlier layers
     are then in memory. Return -1 if every layer's backward has ended, and infinity if none has
@@ -148,7 +150,7 @@ def waiting(phase: str) -> float:
     return float(number) if kind == "backward" and number.isdigit() else math.inf
 
 
-def bound(model: nn.Module, layers: Sequence[nn.Module]) -> StepNeed:
+def upper_bound_of_step(model: nn.Module, layers: Sequence[nn.Module]) -> StepNeed:
     """Return an upper bound for the bytes of a step that is computed chunk by chunk and saves only
     the layers' inputs. The bound serves CPUs, where nothing is counted, and models that cannot be
     counted.
@@ -225,11 +227,14 @@ class ModelStates:
         config: its settings.
     """
 
-    def __init__(self, model: nn.Module | Home, config: StreamConfig) -> None:
-        self.home, self.config = model if isinstance(model, Home) else Home(model), config
-        self._figures: dict[tuple[Any, ...], Figures] = {}
+    def __init__(self, model: nn.Module | PatchedModuleRef, config: StreamConfig) -> None:
+        self.home, self.config = (
+            model if isinstance(model, PatchedModuleRef) else PatchedModuleRef(model),
+            config,
+        )
+        self._figures: dict[tuple[Any, ...], StepFigures] = {}
         # weights on another device count like weights on this device
-        decides = DECIDES if config.weights == "device" else DECIDES[:-1]
+        decides = MEMORY_ATTRIBUTES if config.weights == "device" else MEMORY_ATTRIBUTES[:-1]
         self._decides = [operator.attrgetter(name) for name in decides]
         self._last: tuple[Any, ...] = ()
 
@@ -249,12 +254,12 @@ class ModelStates:
     @property
     def installed(self) -> PatchState:
         """Return the `PatchState` that the replaced forwards of the patched model share."""
-        module_and_state = patch_of(self.model)
+        module_and_state = find_patch(self.model)
         assert module_and_state is not None
         return module_and_state[1]
 
-    def __call__(self, device: torch.device) -> tuple[Figures, float]:
-        """Return the predicted memory and seconds of steps (`Figures`) for the model's present
+    def __call__(self, device: torch.device) -> tuple[StepFigures, float]:
+        """Return the predicted memory and seconds of steps (`StepFigures`) for the model's present
         state. The second result is the fraction of trained parameters, by bytes, whose `.grad` is
         not None.
 
@@ -264,7 +269,9 @@ class ModelStates:
         parameters = contents_of(self.model)[1]
         cast = autocast_dtype(device.type)
         snapshot = [list(map(decide, parameters)) for decide in self._decides]
-        if ENGINES[0] in sys.modules:  # ZeRO-3 replaces the data of parameters between gathers
+        if (
+            ENGINE_PACKAGES[0] in sys.modules
+        ):  # ZeRO-3 replaces the data of parameters between gathers
             snapshot[0] = list(map(full_bytes, parameters))
         sizes, trains = snapshot[0], snapshot[1]
         born = [p.is_leaf and p.grad is not None for p in itertools.compress(parameters, trains)]
@@ -272,30 +279,34 @@ class ModelStates:
         if self._last[:3] != (device, cast, snapshot):
             key = device, cast, *map(tuple, snapshot)
             if key not in self._figures:
-                if len(self._figures) == REMEMBERED:
+                if len(self._figures) == MAX_CACHED_STATES:
                     self._figures.clear()
                 self._figures[key] = self._count(device)
             self._last = device, cast, snapshot, self._figures[key]
-        figures: Figures = self._last[3]
+        figures: StepFigures = self._last[3]
         if not any(born):
             return figures, 0.0
         of_trained = list(itertools.compress(sizes, trains))
         return figures, sum(itertools.compress(of_trained, born)) / (sum(of_trained) or 1)
 
-    def _count(self, device: torch.device) -> Figures:
-        """Return predictions for the model's present state (`Figures`). Steps are counted on a copy
-        with meta tensors, unless an earlier process stored the count. The memory is the result of
-        `bound` if nothing can be counted."""
+    def _count(self, device: torch.device) -> StepFigures:
+        """Return predictions for the model's present state (`StepFigures`). Steps are counted on a
+        copy with meta tensors, unless an earlier process stored the count. The memory is the result
+        of `upper_bound_of_step` if nothing can be counted."""
         installed = self.installed
         layer_states = list(installed.steps.layer_states)
-        upper_bound = bound(self.model, [layer_state.layer for layer_state in layer_states])
+        upper_bound = upper_bound_of_step(
+            self.model, [layer_state.layer for layer_state in layer_states]
+        )
         if free_memory.free_memory(device) is None or (
             self.config.chunk_size != "auto" and self.config.always_moves
         ):
-            return Figures(upper_bound)
+            return StepFigures(upper_bound)
         cast = autocast_dtype(device.type)
-        wide = cast in HALF and any(p.dtype == torch.float32 for p in self.model.parameters())
-        share, gathered = sharing(self.model)
+        wide = cast in HALF_DTYPES and any(
+            p.dtype == torch.float32 for p in self.model.parameters()
+        )
+        share, gathered = gradient_shares(self.model)
         moves_weights = installed.weights is not None or gathered > 0
         first = {
             layer_state.index: next(layer_state.layer.parameters(), None)
@@ -308,10 +319,10 @@ class ModelStates:
         key = stored_counts.key_of(self.model, self.config, cast if wide else None)
         stored = stored_counts.read(key)
         if stored is None or not stored.costs.keys() <= devices.keys():
-            law = in_a_thread(lambda: _law(self.model, self.config, cast if wide else None))
+            law = run_in_thread(lambda: _law(self.model, self.config, cast if wide else None))
             if isinstance(law, str):
-                return Figures(upper_bound, why=law)
-            costs = in_a_thread(
+                return StepFigures(upper_bound, why=law)
+            costs = run_in_thread(
                 lambda: _costs(self.model, self.config, devices, cast if wide else None)
             )
             # a failed count of the costs may succeed in a later process
@@ -324,19 +335,19 @@ class ModelStates:
             for index, cost in stored.costs.items():
                 costs[index] = cost._replace(device=devices[index])
         law = dataclasses.replace(law, share=share, gathered=gathered)
-        rates = rates_here(device)
+        rates = rates_of_device(device)
         if not law.method.work:
-            return Figures(law, costs)
+            return StepFigures(law, costs)
         if self.config.may_move and is_accelerator(device):
             on_host = functools.cache(functools.partial(self._count_on_host, law, rates, cast))
         else:
             on_host = None
         pace = seconds_of(law.method, rates)
-        return Figures(law, costs, pace, rates.products, rates.link, on_host=on_host)
+        return StepFigures(law, costs, pace, rates.products, rates.link, on_host=on_host)
 
     def _count_on_host(
         self, on_device: StepNeed, rates: Rates, cast: torch.dtype | None
-    ) -> HostFigures | None:
+    ) -> HostStepFigures | None:
         """Return predictions for the model's steps that move layer inputs to the host; None if they
         cannot be counted. [Note: host by seconds]
 
@@ -350,7 +361,7 @@ class ModelStates:
         key = stored_counts.key_of(self.model, config, cast if wide else None)
         stored = stored_counts.read(key)
         if stored is None:
-            law = in_a_thread(lambda: _law(self.model, config, cast if wide else None))
+            law = run_in_thread(lambda: _law(self.model, config, cast if wide else None))
             if isinstance(law, str) or not law.method.work:
                 return None
             stored_counts.store(
@@ -392,7 +403,7 @@ class ModelStates:
         for p in model.parameters():
             if p.requires_grad:
                 coming += p.nbytes if p.device != device else 0
-                states += 0 if present else OPTIMIZER * p.numel()
+                states += 0 if present else OPTIMIZER_BYTES * p.numel()
             elif p.device == device and id(p) in layers:
                 weights_on_device += p.nbytes
         chunk = MIN_CHUNK_TOKENS if config.chunk_size == "auto" else rows * int(config.chunk_size)
@@ -402,7 +413,7 @@ class ModelStates:
         )
 
 
-def sharing(model: nn.Module) -> tuple[float, float]:
+def gradient_shares(model: nn.Module) -> tuple[float, float]:
     """Return the fraction of gradients that a step adds to this rank's memory, and the bytes of
     weights that an engine gathers at once. (1, 0) if no engine (ZeRO-3, FSDP2) shards parameters.
     Both numbers correct a count, which has one rank.
@@ -437,12 +448,14 @@ def seconds_of(method: Method, rates: Rates, rows: int = 1) -> Callable[[int, in
         rates: the device's speeds (FLOP/s, bytes/s).
         rows: batch size of the count.
     """
-    return functools.lru_cache(REMEMBERED)(
+    return functools.lru_cache(MAX_CACHED_STATES)(
         lambda tokens, chunk: seconds(method, tokens // rows, max(1, chunk // rows), rates).total
     )
 
 
-def host_figures(need: StepNeed, rates: Rates, rows: int = 1, set_aside: int = 0) -> HostFigures:
+def host_figures(
+    need: StepNeed, rates: Rates, rows: int = 1, set_aside: int = 0
+) -> HostStepFigures:
     """Return predictions for steps that move layer inputs to the host, from their counted costs.
 
     Args:
@@ -459,10 +472,10 @@ def host_figures(need: StepNeed, rates: Rates, rows: int = 1, set_aside: int = 0
         spent = seconds(need.method, length, size, rates)
         return forward, spent.phases["backward"], spent.total
 
-    return HostFigures(need, parts, rates.products, rates.forward, rates.link, set_aside)
+    return HostStepFigures(need, parts, rates.products, rates.forward, rates.link, set_aside)
 
 
-def in_a_thread(work: Callable[[], T]) -> T:
+def run_in_thread(work: Callable[[], T]) -> T:
     """Return `work()`, the count of a step, run in a new thread so that autograd, autocast and
     dispatch modes of the current thread do not apply.
 
@@ -476,14 +489,14 @@ def in_a_thread(work: Callable[[], T]) -> T:
         torch.default_generator.set_state(random_state)
 
 
-def rates_here(device: torch.device) -> Rates:
+def rates_of_device(device: torch.device) -> Rates:
     """Return a device's speeds (FLOP/s, bytes/s), found by its name, to predict the seconds of
     steps; default values for an unknown device."""
     if device.type == "cuda" and torch.cuda.is_available():
         name = torch.cuda.get_device_name(device)
     else:
         name = ""
-    return rates_by_name(name) or DEVICES[DEFAULT]
+    return rates_by_name(name) or DEVICES[DEFAULT_DEVICE]
 
 
 def _skeleton(model: nn.Module, cast: torch.dtype | None) -> Skeleton:
@@ -507,7 +520,9 @@ def _law(model: nn.Module, config: StreamConfig, cast: torch.dtype | None) -> St
     """
     offload: Literal["none", "cpu"] = "cpu" if config.always_moves else "none"
     # counted as if all layers saved them: an upper bound
-    saves = tuple(dict.fromkeys(name.partition(LAST)[0] for name in config.named_saves))
+    saves = tuple(
+        dict.fromkeys(name.partition(LAST_LAYERS_SEPARATOR)[0] for name in config.named_saves)
+    )
     fixed = dataclasses.replace(
         config,
         saves=saves,
@@ -548,7 +563,7 @@ def _costs(
             None without autocast.
     """
     try:
-        costs, _ = seen_costs(_skeleton(model, cast), config, devices)
+        costs, _ = observed_layer_costs(_skeleton(model, cast), config, devices)
     except Exception:  # the layers' first step shows these costs as well
         return {}
     if cast is not None:

@@ -21,27 +21,27 @@ from collections.abc import Sequence
 
 from streambp.errors import ConfigError
 from streambp.fields import check_fields
-from streambp.planner.host_weights import with_copies
-from streambp.planner.launch_commands import doors_of, fields_of, written_in_python
+from streambp.planner.host_weights import add_copies
+from streambp.planner.launch_commands import code_of_fields, fields_of, launcher_settings_of
 from streambp.planner.laws import features
 from streambp.planner.plan import (
     Choice,
     Memory,
     Plan,
+    allow_host_weights,
     chunk_sizes,
     fits,
-    placed,
-    where_weights_may_be,
+    place_weights,
 )
 from streambp.planner.profile import Method, Peak, Profile, Setting, peak
 from streambp.planner.report import GIB, columns, duration, headline
 from streambp.planner.seconds import seconds_of
 from streambp.planner.work import Work
-from streambp.rates import DEFAULT, DEVICES, Rates
+from streambp.rates import DEFAULT_DEVICE, DEVICES, Rates
 
-COMPLETIONS = (1024, 4096, 16384)  # default numbers of completion tokens
-HEAD = "head"  # prefix of the head's phase names
-EQUAL_SECONDS = 1.005  # steps whose seconds differ by less count as equally fast
+COMPLETION_TOKENS = (1024, 4096, 16384)  # default numbers of completion tokens
+HEAD_PREFIX = "head"  # prefix of the head's phase names
+EQUAL_SECONDS_FACTOR = 1.005  # steps whose seconds differ by less count as equally fast
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +122,7 @@ class Batch:
 
 
 @dataclasses.dataclass(frozen=True)
-class Way:
+class BatchStep:
     """Predicted step of a batch with padded rows, or with all rows packed into one row.
 
     The step is the fastest that fits in memory. If none fits, the step is the one with the lowest
@@ -156,13 +156,13 @@ class Way:
     choice: Choice
 
 
-def padded_and_packed(
+def predict_padded_and_packed(
     profile: Profile,
     batch: Batch,
     memory: Memory,
     setting: Setting,
-    rates: Rates = DEVICES[DEFAULT],
-) -> tuple[Way, Way]:
+    rates: Rates = DEVICES[DEFAULT_DEVICE],
+) -> tuple[BatchStep, BatchStep]:
     """Return the fastest step of a batch with padded rows, and the fastest step of the batch as one
     packed row.
 
@@ -183,7 +183,7 @@ def padded_and_packed(
         )
     methods = [method for method in profile.methods if method.chunked]
     plain = min(methods, key=lambda method: (method.offload != "none", len(method.saves)))
-    setting = where_weights_may_be(profile, setting)
+    setting = allow_host_weights(profile, setting)
     resident = dataclasses.replace(setting, on_host=None)
     ways = []
     for packed in (False, True):
@@ -192,10 +192,12 @@ def padded_and_packed(
         candidates = []
         for method in methods:
             for size in dict.fromkeys(min(size, tokens // rows) for size in chunk_sizes(rows)):
-                at, part_setting = placed(profile, method, tokens, rows * size, memory, setting)
+                at, part_setting = place_weights(
+                    profile, method, tokens, rows * size, memory, setting
+                )
                 parts = work(method, batch, packed, size)
                 flops = sum(part.products + part.forward + part.backward for part in parts.values())
-                spent = seconds_of(with_copies(parts, part_setting.on_host), rates)
+                spent = seconds_of(add_copies(parts, part_setting.on_host), rates)
                 resident_peak = peak(profile, plain, tokens, rows * size, resident).total
                 free_bytes = None
                 if method.prefix_on_host:
@@ -203,7 +205,7 @@ def padded_and_packed(
                 how = (method.name, method.saves, method.offload, size, tokens // rows)
                 choice = Choice(*how, at, flops, spent, free_bytes, on_host=part_setting.on_host)
                 candidates.append(
-                    Way(
+                    BatchStep(
                         batch,
                         packed,
                         tokens,
@@ -219,7 +221,7 @@ def padded_and_packed(
                 )
         fitting = [way for way in candidates if way.fits]
         fastest = min((way.seconds for way in fitting), default=0.0)
-        nearly_fastest = [way for way in fitting if way.seconds <= EQUAL_SECONDS * fastest]
+        nearly_fastest = [way for way in fitting if way.seconds <= EQUAL_SECONDS_FACTOR * fastest]
         best = min(nearly_fastest, key=lambda way: (way.peak.host, -way.chunk_size), default=None)
         ways.append(best or min(candidates, key=lambda way: way.peak.total))
     return ways[0], ways[1]
@@ -243,7 +245,7 @@ def work(method: Method, batch: Batch, packed: bool, chunk_size: int) -> dict[st
         step = features(length, chunk_size, k_block=part.k_block)
         chunk = rows * chunk_size
         blocks = step.blocks * reach / length
-        if part.name.startswith(HEAD):
+        if part.name.startswith(HEAD_PREFIX):
             counted = batch.scored
         else:
             counted = tokens
@@ -257,7 +259,7 @@ def work(method: Method, batch: Batch, packed: bool, chunk_size: int) -> dict[st
     return costs
 
 
-def batches_table(plan: Plan, ways_of_batches: Sequence[tuple[Way, Way]]) -> str:
+def batches_table(plan: Plan, ways_of_batches: Sequence[tuple[BatchStep, BatchStep]]) -> str:
     """Return a table that compares, for each batch, a step of padded rows with a step of one packed
     row. The settings of the last batch's faster step follow, as code to paste.
 
@@ -298,10 +300,10 @@ def batches_table(plan: Plan, ways_of_batches: Sequence[tuple[Way, Way]]) -> str
         table.append(f"{line}  {by}".rstrip())
     lines = [headline(plan.profile, plan.setting), str(ways_of_batches[0][0].batch), "", *table]
     lines.append("without saves: GiB with nothing saved and nothing in host memory")
-    return "\n".join([*lines, *_to_paste(plan, ways_of_batches[-1])])
+    return "\n".join([*lines, *_code_lines(plan, ways_of_batches[-1])])
 
 
-def _to_paste(plan: Plan, ways: tuple[Way, Way]) -> list[str]:
+def _code_lines(plan: Plan, ways: tuple[BatchStep, BatchStep]) -> list[str]:
     """Return lines with the settings of a batch's faster step, as code to paste; no lines if none
     fits."""
     fitting = [way for way in ways if way.fits]
@@ -313,7 +315,9 @@ def _to_paste(plan: Plan, ways: tuple[Way, Way]) -> list[str]:
         fields["rows"] = "packed"
     tokens_behind_prompt = way.batch.row - way.batch.prompt
     of = "completions" if way.batch.prompt else "rows"
-    lines = ["", f"For {of} of {tokens_behind_prompt:,} tokens: {written_in_python(fields)}"]
-    for door, text in doors_of(fields, plan.setting, way.choice.on_host is not None).items():
+    lines = ["", f"For {of} of {tokens_behind_prompt:,} tokens: {code_of_fields(fields)}"]
+    for door, text in launcher_settings_of(
+        fields, plan.setting, way.choice.on_host is not None
+    ).items():
         lines.append(f"  {door:<10}{text}")
     return lines

@@ -19,7 +19,7 @@ from streambp.planner.work import Work
 
 
 @dataclasses.dataclass(frozen=True)
-class Counted:
+class PhaseMemory:
     """Memory of one phase of the full model's step, at one row length and chunk size, to which
     functions of both are fitted.
 
@@ -31,7 +31,7 @@ class Counted:
         max_other_bytes: dict from bytes of other ranks' attention keys and values to the most bytes
             of everything else in use at the same time. {} unless ranks share sequences;
             `lines_of_keys` then computes `peak` and `per_key` from the dict.
-        per_key: bytes of other ranks' keys and values for each unit of `profile.keys_held`, which
+        per_key: bytes of other ranks' keys and values for each unit of `profile.held_keys`, which
             `peak` does not include.
     """
 
@@ -45,7 +45,7 @@ class Counted:
 
 def unroll(
     spans: Sequence[Span], shrunk_model: ShrunkModel
-) -> tuple[list[Counted], float, dict[str, Work], tuple[float, ...]]:
+) -> tuple[list[PhaseMemory], float, dict[str, Work], tuple[float, ...]]:
     """Return the phases of the full model's step, from a counted step of a model with only
     representative layers. Each counted layer represents all layers of its kind.
 
@@ -72,14 +72,15 @@ def unroll(
             order.append((span.name, span))
         elif span.layer == 0 and span.name == "forward":
             for index in range(depth):
-                order.append((f"forward {index}", forward[shrunk_model.stand_in(index)]))
+                order.append((f"forward {index}", forward[shrunk_model.representative(index)]))
         elif span.layer == len(shrunk_model.layer_indices) - 1 and span.name == "backward":
             down = []
             for index in reversed(range(depth)):
-                if shrunk_model.stand_in(index) in backward:
+                if shrunk_model.representative(index) in backward:
                     down.append(index)
             order += [
-                (f"backward {index}", backward[shrunk_model.stand_in(index)]) for index in down
+                (f"backward {index}", backward[shrunk_model.representative(index)])
+                for index in down
             ]
     at_start = {}
     for last, span in itertools.pairwise(spans):
@@ -90,7 +91,9 @@ def unroll(
         peaks_by_keys = {}
         for keys, other_bytes in span.max_other_bytes.items():
             peaks_by_keys[keys] = live + other_bytes - span.start
-        counted.append(Counted(name, live, live + span.peak - span.start, gradients, peaks_by_keys))
+        counted.append(
+            PhaseMemory(name, live, live + span.peak - span.start, gradients, peaks_by_keys)
+        )
         gradients_before, host_before = at_start.get(id(span), (0, 0))
         live += span.end - span.start
         gradients += span.gradients - gradients_before
@@ -107,7 +110,7 @@ def unroll(
 
 
 def fit(
-    points: Sequence[Point], phases: Sequence[Sequence[Counted]], shrunk_model: ShrunkModel
+    points: Sequence[Point], phases: Sequence[Sequence[PhaseMemory]], shrunk_model: ShrunkModel
 ) -> tuple[Phase, ...]:
     """Return the memory of each phase as a linear function of T, C and the number of chunks, fitted
     through counts at several (T, C).

@@ -29,16 +29,20 @@ from streambp.reporting import reason
 
 T = TypeVar("T")
 # Maxima of a configuration's numbers.
-LARGEST_NUMBER = 2**40
-MOST_PARTS = 2**20
-MOST_LAYERS = 2**11
-LAYERS = re.compile(r"(^|_)layers(_|$)|(?<!_per)_layer$")
-PARTS = re.compile(r"(num|n)_")
-SIZES = re.compile(r"_(embd|embeddings|embeds|inner|ctx|positions|vocab|tokens|buckets|parameters)")
-TRUST = "If you trust the Python code that comes with the model, pass --trust-remote-code."
-NAMED = 4  # maximal number of fields in a message
+MAX_NUMBER = 2**40
+MAX_PARTS = 2**20
+MAX_LAYERS = 2**11
+LAYER_COUNT_FIELD = re.compile(r"(^|_)layers(_|$)|(?<!_per)_layer$")
+PART_COUNT_FIELD = re.compile(r"(num|n)_")
+SIZE_FIELD = re.compile(
+    r"_(embd|embeddings|embeds|inner|ctx|positions|vocab|tokens|buckets|parameters)"
+)
+TRUST_REMOTE_CODE_HINT = (
+    "If you trust the Python code that comes with the model, pass --trust-remote-code."
+)
+MAX_FIELDS_IN_MESSAGE = 4  # maximal number of fields in a message
 # transformers then names every class that it has
-EVERY_CLASS = " Model type should be one of"
+CLASS_LIST_START = " Model type should be one of"
 
 
 def needs_trust(error: BaseException) -> bool:
@@ -87,7 +91,7 @@ def read_config(
         else:
             culprits = ""
         if needs_trust(error):
-            advice = f"{TRUST} "
+            advice = f"{TRUST_REMOTE_CODE_HINT} "
         else:
             advice = ""
         raise StreamBPError(
@@ -118,7 +122,7 @@ def build(config: PreTrainedConfig, make: Callable[[PreTrainedConfig], T]) -> T:
             if k not in ("model_type", "transformers_version"):
                 fields_of_config[k] = v
         culprits = _fields_of(error, fields_of_config, lambda fields: make(kind(**fields)))
-        reason_text = reason(error).partition(EVERY_CLASS)[0]
+        reason_text = reason(error).partition(CLASS_LIST_START)[0]
         raise StreamBPError(
             f"No causal language model for {kind.__name__} ({culprits}{reason_text}). Pass the "
             "configuration of one, or the model itself."
@@ -139,12 +143,12 @@ def _check_numbers(value: Any, name: str, field: str = "") -> None:
     """
     if isinstance(value, int) and not isinstance(value, bool):
         last = field.rpartition(".")[2]
-        if LAYERS.search(last):
-            limit = MOST_LAYERS
-        elif PARTS.match(last) and not SIZES.search(last):
-            limit = MOST_PARTS
+        if LAYER_COUNT_FIELD.search(last):
+            limit = MAX_LAYERS
+        elif PART_COUNT_FIELD.match(last) and not SIZE_FIELD.search(last):
+            limit = MAX_PARTS
         else:
-            limit = LARGEST_NUMBER
+            limit = MAX_NUMBER
         if abs(value) > limit:
             raise StreamBPError(
                 f"{field} of {name} is {short_repr(value)}; the planner takes numbers up to "
@@ -184,6 +188,6 @@ def _fields_of(
     finally:
         logging.disable(level)
     responsible = culprits or suspects
-    if 0 < len(responsible) <= NAMED:
+    if 0 < len(responsible) <= MAX_FIELDS_IN_MESSAGE:
         return f"{', '.join(responsible)}: "
     return ""

@@ -35,11 +35,19 @@ from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack,
 )
 
-from streambp.device import counted_bytes, has_data
-from streambp.planner.routing import LOOKED_AT, TOP_K, answer
-from streambp.planner.work import BACKWARDS, GROUPED, Work, aten, tensors, work_of, workspace
+from streambp.device import allocator_bytes, has_data
+from streambp.planner.routing import TOP_K, VALUE_READERS, answer
+from streambp.planner.work import (
+    ATTENTION_BACKWARDS,
+    GROUPED_PRODUCT,
+    Work,
+    aten,
+    tensors,
+    work_of,
+    workspace,
+)
 
-READS_A_NUMBER = (
+NUMBER_READERS = (
     aten.lt.Scalar,
     aten.le.Scalar,
     aten.gt.Scalar,
@@ -104,7 +112,7 @@ class LiveBytes(TorchDispatchMode):
         self._alive[key] = (
             self.tracked,
             size,
-            weakref.ref(storage, functools.partial(self._gone, key)),
+            weakref.ref(storage, functools.partial(self._subtract_freed, key)),
         )
         self.tracked += 1
         self.live += size
@@ -113,19 +121,21 @@ class LiveBytes(TorchDispatchMode):
         if size > self.largest:
             self.largest = size
 
-    def _gone(self, key: int, _: Any) -> None:
+    def _subtract_freed(self, key: int, _: Any) -> None:
         """Subtract the bytes of a storage from the count when the storage is freed."""
         self.live -= self._alive.pop(key)[1]
 
 
-CHANGED_IN_PLACE = frozenset(
+IN_PLACE_OPERATORS = frozenset(
     getattr(aten, name).default for name in ("copy_", "zero_", "neg_", "index_put_")
 ) | frozenset(
     getattr(getattr(aten, name), kind)
     for name in ("add_", "mul_", "div_", "sub_")
     for kind in ("Tensor", "Scalar")
 )
-CHANGED_LISTS = frozenset({aten._foreach_add_.List})  # operations on lists that return nothing
+IN_PLACE_LIST_OPERATORS = frozenset(
+    {aten._foreach_add_.List}
+)  # operations on lists that return nothing
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -135,8 +145,8 @@ class CachedCall:
 
     Attributes:
         outputs: list with the shape, stride and dtype of each output, or the output itself if it is
-            no tensor. `Shapes.IN_PLACE`: the result is the first argument; `Shapes.OUT`: the result
-            is the argument `out`.
+            no tensor. `ShapeCache.IN_PLACE`: the result is the first argument; `ShapeCache.OUT`:
+            the result is the argument `out`.
         several: True if the operation returns a tuple.
         work: FLOPs and bytes of the operation.
         attends: True for attention backward, whose kernel allocates and frees a workspace.
@@ -150,15 +160,15 @@ class CachedCall:
     routed: int = 0
 
 
-VIEW = CachedCall(None, False, Work(dispatches=1))
+VIEW_CALL = CachedCall(None, False, Work(dispatches=1))
 TENSOR_TYPES = frozenset((Tensor, torch.nn.Parameter))
-SIMPLE = frozenset((int, bool, type(None), torch.dtype))
-META = torch.device("meta")
+HASHABLE_TYPES = frozenset((int, bool, type(None), torch.dtype))
+META_DEVICE = torch.device("meta")
 # dtypes that grouped products have on a GPU and on a CPU, but not on meta
 GROUPED_DTYPES = (torch.float32, torch.float16)
 
 
-class Shapes:
+class ShapeCache:
     """Cache of the output shapes of torch operations on meta or fake tensors, by the shapes of the
     inputs.
 
@@ -196,7 +206,7 @@ class Shapes:
                 if self._meta and kind in TENSOR_TYPES and value.is_meta:
                     key += value.shape, value.stride(), value.dtype
                 else:
-                    key.append((kind, value) if kind in SIMPLE else self._part(value))
+                    key.append((kind, value) if kind in HASHABLE_TYPES else self._part(value))
             if kwargs:
                 key += [*kwargs, *map(self._part, kwargs.values())]
             key_of_call = tuple(key)
@@ -214,10 +224,12 @@ class Shapes:
                 continue
             shape, stride, dtype = output
             if self.mode is None:
-                tensors_of_call.append(torch.empty_strided(shape, stride, dtype=dtype, device=META))
+                tensors_of_call.append(
+                    torch.empty_strided(shape, stride, dtype=dtype, device=META_DEVICE)
+                )
                 continue
             with no_dispatch():
-                storage = torch.empty_strided(shape, stride, dtype=dtype, device=META)
+                storage = torch.empty_strided(shape, stride, dtype=dtype, device=META_DEVICE)
             tensors_of_call.append(FakeTensor(self.mode, storage, torch.device("cpu")))
         return tensors_of_call
 
@@ -269,7 +281,7 @@ class Shapes:
                 out.alias_info is not None for out in schema.returns
             ):
                 self.views.add(id(func))
-            return VIEW.work
+            return VIEW_CALL.work
         work = work_of(func, args, kwargs, result)
         several = isinstance(result, tuple)
         if several:
@@ -279,16 +291,17 @@ class Shapes:
         if key is None:
             return work
         if writes_inputs:
-            if func in CHANGED_IN_PLACE and result is args[0]:
-                self._operations[key] = CachedCall(Shapes.IN_PLACE, False, work)
+            if func in IN_PLACE_OPERATORS and result is args[0]:
+                self._operations[key] = CachedCall(ShapeCache.IN_PLACE, False, work)
             elif "out" in kwargs and result is kwargs["out"]:
-                self._operations[key] = CachedCall(Shapes.OUT, False, work)
-            elif func in CHANGED_LISTS:
+                self._operations[key] = CachedCall(ShapeCache.OUT, False, work)
+            elif func in IN_PLACE_LIST_OPERATORS:
                 self._operations[key] = CachedCall([None], False, work)
         elif any(out.alias_info is not None for out in schema.returns):
             pass  # some outputs are views
         elif all(
-            type(x) in SIMPLE or (isinstance(x, Tensor) and self._known_kind(x)) for x in outputs
+            type(x) in HASHABLE_TYPES or (isinstance(x, Tensor) and self._known_kind(x))
+            for x in outputs
         ):
             facts = []
             for x in outputs:
@@ -297,7 +310,11 @@ class Shapes:
                 else:
                     facts.append(x)
             self._operations[key] = CachedCall(
-                facts, several, work, func in BACKWARDS, result[1].numel() if func is TOP_K else 0
+                facts,
+                several,
+                work,
+                func in ATTENTION_BACKWARDS,
+                result[1].numel() if func is TOP_K else 0,
             )
         return work
 
@@ -310,18 +327,18 @@ class AllocatedBytes(contextlib.nullcontext[None]):
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self._device = device
-        self._start = counted_bytes(device, "allocated")
+        self._start = allocator_bytes(device, "allocated")
 
     @property
     def live(self) -> int:
         """Return the bytes allocated now minus those when this object was created."""
-        return counted_bytes(self._device, "allocated") - self._start
+        return allocator_bytes(self._device, "allocated") - self._start
 
     @property
     def peak(self) -> int:
         """Return the peak of allocated bytes since `reset_peak`, minus the bytes when this object
         was created."""
-        return counted_bytes(self._device, "peak") - self._start
+        return allocator_bytes(self._device, "peak") - self._start
 
     def reset_peak(self) -> None:
         """Reset the allocator's peak, which all code of the process shares, to the bytes allocated
@@ -339,10 +356,10 @@ class StepCount(LiveBytes):
         shapes: cache of operations, which several counts may share; None: a new one.
     """
 
-    def __init__(self, kernels: str | None, shapes: Shapes | None = None) -> None:
+    def __init__(self, kernels: str | None, shapes: ShapeCache | None = None) -> None:
         super().__init__()
         self.kernels = kernels
-        self.shapes = shapes or Shapes()
+        self.shapes = shapes or ShapeCache()
         # (token, expert) pairs of the last expert selection, and the number of experts
         self.routed = self.experts = 0
         self._work = Work()
@@ -367,19 +384,19 @@ class StepCount(LiveBytes):
         kwargs = kwargs or {}
         shapes = self.shapes
         if id(func) in shapes.views:
-            self._count(VIEW)
+            self._count(VIEW_CALL)
             return func(*args, **kwargs)
         cached, key = shapes.lookup(func, args, kwargs)
         if cached is None:
-            return self._first(func, args, kwargs, key)
+            return self._count_first(func, args, kwargs, key)
         self._count(cached)
         if cached.attends:
             self._workspace(func, args)
         if cached.routed:
             self.routed = cached.routed
-        if cached.outputs is Shapes.IN_PLACE:
+        if cached.outputs is ShapeCache.IN_PLACE:
             return args[0]
-        if cached.outputs is Shapes.OUT:
+        if cached.outputs is ShapeCache.OUT:
             return kwargs["out"]
         outputs = shapes.make(cached)
         for output in outputs:
@@ -389,7 +406,7 @@ class StepCount(LiveBytes):
             return tuple(outputs)
         return outputs[0]
 
-    def _first(self, func: Any, args: Any, kwargs: Any, key: Any) -> Any:
+    def _count_first(self, func: Any, args: Any, kwargs: Any, key: Any) -> Any:
         """Return the result of an operation that is not in the cache, count its cost, and cache it.
 
         Operations that read values of a tensor without data get assumed values. Conditions are
@@ -400,7 +417,7 @@ class StepCount(LiveBytes):
             # data, and so has the comparison.
             with _disable_current_modes():
                 return torch.ones((), dtype=kwargs.get("dtype"))
-        if func in READS_A_NUMBER and has_data(args[0]):
+        if func in NUMBER_READERS and has_data(args[0]):
             with _disable_current_modes():
                 return func(*args, **kwargs)
         if func is aten._to_copy.default and args[0].device.type == "meta":
@@ -425,7 +442,7 @@ class StepCount(LiveBytes):
                 return value
             return torch.tensor(value, dtype=kind, device=device)
         if (
-            func in LOOKED_AT
+            func in VALUE_READERS
             and not has_data(args[0])
             and (to_data or func is not aten._to_copy.default)
         ):
@@ -442,14 +459,14 @@ class StepCount(LiveBytes):
             if routing is not None:  # shape and dtype of a tensor without data
                 shape, dtype = routing
                 (output,) = self.shapes.make(
-                    CachedCall([(shape, (shape[1], 1), dtype)], False, VIEW.work)
+                    CachedCall([(shape, (shape[1], 1), dtype)], False, VIEW_CALL.work)
                 )
                 self._track(output.untyped_storage())
-                self._count(VIEW)
+                self._count(VIEW_CALL)
                 return output
-        if func in BACKWARDS:
+        if func in ATTENTION_BACKWARDS:
             self._workspace(func, args)
-        if func is GROUPED and not has_data(args[0]) and args[0].dtype in GROUPED_DTYPES:
+        if func is GROUPED_PRODUCT and not has_data(args[0]) and args[0].dtype in GROUPED_DTYPES:
             result = self._grouped(*args, **kwargs)
         else:
             result = super().__torch_dispatch__(func, (), args, kwargs)
@@ -472,8 +489,8 @@ class StepCount(LiveBytes):
         if a.dim() == b.dim():
             groups = a.shape[0] if a.dim() == 3 or offs is None else offs.shape[0]
             shape = torch.Size((groups, *shape))
-        strides = torch.empty(shape, device=META).stride()
-        (output,) = self.shapes.make(CachedCall([(shape, strides, a.dtype)], False, VIEW.work))
+        strides = torch.empty(shape, device=META_DEVICE).stride()
+        (output,) = self.shapes.make(CachedCall([(shape, strides, a.dtype)], False, VIEW_CALL.work))
         self._track(output.untyped_storage())
         return output  # type: ignore[no-any-return]
 
@@ -529,7 +546,7 @@ def one_kernel(traffic: float, to_host: float = 0.0, from_host: float = 0.0) -> 
             count._kernel_depth -= 1
 
 
-class Replayed(torch.autograd.Function):
+class KernelReplay(torch.autograd.Function):
     """Autograd function in place of a kernel, when memory and FLOPs are counted on meta or fake
     tensors.
 

@@ -4,7 +4,7 @@ tensors without data.
 Each function here makes the allocations of its kernel's source, in the same order and with the same
 lifetime, and computes nothing. Sources: fla-core 0.6.0 (`ops/gated_delta_rule`, `ops/kda`,
 `ops/common`) and causal-conv1d 1.6.1 (`causal_conv1d_interface.py`, `cpp_functions.py`). fla works
-in blocks of BLOCK tokens; NB is the number of blocks. fla copies non-contiguous inputs.
+in blocks of BLOCK_TOKENS; NB is the number of blocks. fla copies non-contiguous inputs.
 
 Shapes: q, k [B, T, H, K], v [B, T, H_v, V], beta [B, T, H_v], states [B, H_v, K, V] in float32. The
 decay g determines the rule: [B, T, H_v], one for each head, is the gated delta rule; [B, T, H_v,
@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from streambp.planner.count import Replayed, add_flops
+from streambp.planner.count import KernelReplay, add_flops
 
-BLOCK = 64
-SOLVED_BLOCK = 16  # KDA solves triangular systems in blocks of this size, in float32
-INTRA_CHANNELS = 32  # maximal number of channels at a time in KDA's backward within a block
+BLOCK_TOKENS = 64
+SOLVED_BLOCK_TOKENS = 16  # KDA solves triangular systems in blocks of this size, in float32
+MAX_INTRA_CHANNELS = 32  # maximal number of channels at a time in KDA's backward within a block
 ACCUMULATION_DTYPE = torch.float32
 
 
@@ -51,7 +51,7 @@ def _causal_conv_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 # x [B, D, T], weight [D, k], bias [D] or None -> [B, D, T] in x's layout.
-causal_conv = functools.partial(Replayed.apply, _causal_conv, _causal_conv_backward)
+causal_conv = functools.partial(KernelReplay.apply, _causal_conv, _causal_conv_backward)
 
 
 def delta_rule(
@@ -81,17 +81,17 @@ def delta_rule(
     return out, end if returns_end else None
 
 
-class Blocks:
+class DeltaRuleSizes:
     """Sizes of one call of fla's delta-rule kernel, and methods that create empty tensors of its
     usual shapes, by which the kernel's memory is counted."""
 
     def __init__(self, k: Tensor, v: Tensor) -> None:
         self.rows, self.tokens, self.heads, self.keys = k.shape
         self.value_heads, self.values = v.shape[2:]
-        self.count = -(-self.tokens // BLOCK)
+        self.count = -(-self.tokens // BLOCK_TOKENS)
         self._k = k
 
-    def per_token(self, width: int, dtype: torch.dtype | None = None) -> Tensor:
+    def tensor_per_token(self, width: int, dtype: torch.dtype | None = None) -> Tensor:
         """Return an empty tensor [B, T, H_v, width], with `width` numbers for each token and value
         head."""
         return self._k.new_empty(self.rows, self.tokens, self.value_heads, width, dtype=dtype)
@@ -107,7 +107,7 @@ class Blocks:
             self.rows, self.value_heads, self.keys, self.values, dtype=ACCUMULATION_DTYPE
         )
 
-    def over_heads(self, x: Tensor) -> Tensor:
+    def sum_over_heads(self, x: Tensor) -> Tensor:
         """Return an empty tensor [B, T, H, K] for the sum of x [B, T, H_v, K] over the value heads
         that share a key head. The result is x itself if there are as many key heads as value heads.
         """
@@ -123,7 +123,9 @@ class Blocks:
             between: number of products with a state.
             within: number of products of tokens with their block, each over K or V columns.
         """
-        pairs = 2 * between * self.keys * self.values + within * BLOCK * (self.keys + self.values)
+        pairs = 2 * between * self.keys * self.values + within * BLOCK_TOKENS * (
+            self.keys + self.values
+        )
         add_flops(self.rows * self.tokens * self.value_heads * pairs)
 
 
@@ -154,23 +156,23 @@ def _chunk_delta_rule(
             (torch.empty_like(x), x.new_empty(x.numel() // x.shape[-1], dtype=ACCUMULATION_DTYPE))
             for x in (q_in, k_in)
         )
-    sizes = Blocks(k, v)
+    sizes = DeltaRuleSizes(k, v)
     by_channel = g.dim() == 4
     decay = torch.empty_like(g, dtype=ACCUMULATION_DTYPE)
     if by_channel:
-        scores = sizes.per_token(BLOCK)
+        scores = sizes.tensor_per_token(BLOCK_TOKENS)
     else:
         scores = None
-    solved = sizes.per_token(BLOCK)  # [B, T, H_v, BLOCK]
-    # [B, T, H_v, SOLVED_BLOCK]
+    solved = sizes.tensor_per_token(BLOCK_TOKENS)  # [B, T, H_v, BLOCK_TOKENS]
+    # [B, T, H_v, SOLVED_BLOCK_TOKENS]
     if by_channel:
-        diagonal = sizes.per_token(SOLVED_BLOCK, ACCUMULATION_DTYPE)
+        diagonal = sizes.tensor_per_token(SOLVED_BLOCK_TOKENS, ACCUMULATION_DTYPE)
     else:
         diagonal = None
-    work = [sizes.per_token(sizes.keys), sizes.per_token(sizes.values)]
-    work += [sizes.per_token(sizes.keys)] if by_channel else []
+    work = [sizes.tensor_per_token(sizes.keys), sizes.tensor_per_token(sizes.values)]
+    work += [sizes.tensor_per_token(sizes.keys)] if by_channel else []
     del diagonal
-    work += [sizes.states(), sizes.per_token(sizes.values)]
+    work += [sizes.states(), sizes.tensor_per_token(sizes.values)]
     end = sizes.state()
     out = torch.empty_like(v)
     del work
@@ -190,18 +192,18 @@ def _chunk_delta_rule_backward(ctx: Any, d_out: Tensor, d_end: Tensor) -> tuple[
     gradients have their tensors' dtypes.
     """
     q, _, k, _, v, decay, g, beta, _, _, start = ctx.saved_tensors
-    sizes = Blocks(k, v)
+    sizes = DeltaRuleSizes(k, v)
     d_out = d_out.contiguous()
     keys = sizes.keys
     values = sizes.values
     recomputed = []
     for width in (keys, values) if g is None else (keys, values, keys, keys):
-        recomputed.append(sizes.per_token(width))
-    recomputed += [sizes.states(), sizes.per_token(values)]
+        recomputed.append(sizes.tensor_per_token(width))
+    recomputed += [sizes.states(), sizes.tensor_per_token(values)]
     if g is None:
         d_scores = None
     else:
-        d_scores = sizes.per_token(BLOCK, ACCUMULATION_DTYPE)
+        d_scores = sizes.tensor_per_token(BLOCK_TOKENS, ACCUMULATION_DTYPE)
     dv_within = torch.empty_like(d_out)  # [B, T, H_v, V]
     d_states = sizes.states()
     if start is None:
@@ -211,33 +213,33 @@ def _chunk_delta_rule_backward(ctx: Any, d_out: Tensor, d_end: Tensor) -> tuple[
     dv_new = torch.empty_like(d_out)
     del dv_within
     if g is None:
-        dq = sizes.per_token(keys)
-        dk = sizes.per_token(keys)
+        dq = sizes.tensor_per_token(keys)
+        dk = sizes.tensor_per_token(keys)
         d_decay = torch.empty_like(decay)
-        dw = sizes.per_token(keys)
-        dq = sizes.over_heads(dq)
-        dk = sizes.over_heads(dk)
-        dk_within = sizes.per_token(keys)
+        dw = sizes.tensor_per_token(keys)
+        dq = sizes.sum_over_heads(dq)
+        dk = sizes.sum_over_heads(dk)
+        dk_within = sizes.tensor_per_token(keys)
         dv = torch.empty_like(v)
         d_decay_within = torch.empty_like(decay)
         d_beta = torch.empty_like(beta)
-        dk_within = sizes.over_heads(dk_within)
+        dk_within = sizes.sum_over_heads(dk_within)
         d_decay = torch.empty_like(decay)
         del dv_new, dw, dk_within, d_decay_within
     else:
-        dq = sizes.per_token(keys, ACCUMULATION_DTYPE)
-        dk = sizes.per_token(keys, ACCUMULATION_DTYPE)
+        dq = sizes.tensor_per_token(keys, ACCUMULATION_DTYPE)
+        dk = sizes.tensor_per_token(keys, ACCUMULATION_DTYPE)
         dv = torch.empty_like(v)
         d_decay = torch.empty_like(decay)
         d_beta = torch.empty_like(beta, dtype=ACCUMULATION_DTYPE)
-        d_solved = sizes.per_token(BLOCK, ACCUMULATION_DTYPE)
+        d_solved = sizes.tensor_per_token(BLOCK_TOKENS, ACCUMULATION_DTYPE)
         del dv_new
         dq_sum = torch.empty_like(dq)
         dk_sum = torch.empty_like(dk)
-        parts = [torch.empty_like(d_beta) for _ in range(-(-keys // INTRA_CHANNELS))]
+        parts = [torch.empty_like(d_beta) for _ in range(-(-keys // MAX_INTRA_CHANNELS))]
         d_decay_sum = torch.empty_like(d_decay)
         d_beta = torch.empty_like(d_beta)
-        dq, dk, d_decay = sizes.over_heads(dq_sum), sizes.over_heads(dk_sum), d_decay_sum
+        dq, dk, d_decay = sizes.sum_over_heads(dq_sum), sizes.sum_over_heads(dk_sum), d_decay_sum
         del parts, dq_sum, dk_sum, d_decay_sum
         d_decay = torch.empty_like(decay)
         del d_solved
@@ -253,4 +255,6 @@ def _chunk_delta_rule_backward(ctx: Any, d_out: Tensor, d_end: Tensor) -> tuple[
 
 # fla's chunk_gated_delta_rule, or its chunk_kda for one decay in each channel. Returns output
 # [B, T, H_v, V] and end state [B, H_v, K, V]. `normalises`: scale q and k to unit length.
-chunk_delta_rule = functools.partial(Replayed.apply, _chunk_delta_rule, _chunk_delta_rule_backward)
+chunk_delta_rule = functools.partial(
+    KernelReplay.apply, _chunk_delta_rule, _chunk_delta_rule_backward
+)

@@ -10,23 +10,31 @@ import torch
 from streambp.chunks import plan_chunks
 from streambp.config import StreamConfig
 from streambp.errors import ConfigError
-from streambp.fields import LARGEST_NUMBER, short_repr
-from streambp.planner.counted import CountRequest
+from streambp.fields import MAX_NUMBER, short_repr
 from streambp.planner.fused_layers import Kernels
 from streambp.planner.mixers import Mixers
-from streambp.planner.profile import Peak, Profile, Setting, available, entry_of, flops, peak
+from streambp.planner.profile import (
+    Peak,
+    Profile,
+    Setting,
+    available_methods,
+    entry_of,
+    flops,
+    peak,
+)
+from streambp.planner.profile_cache import CountRequest
 from streambp.planner.seconds import Seconds, seconds
 from streambp.planner.skeleton import Device, Source
 from streambp.planner.survey import (
-    CHECKPOINTING,
-    CHECKPOINTING_HEAD,
+    CHECKPOINTING_HEAD_RECIPE,
+    CHECKPOINTING_RECIPE,
     UNPATCHED_RECIPE,
-    streamed,
+    streamed_recipe,
     survey,
 )
-from streambp.rates import DEFAULT, Rates, rates_of
+from streambp.rates import DEFAULT_DEVICE, Rates, rates_of
 
-UNPATCHED = (UNPATCHED_RECIPE, CHECKPOINTING, CHECKPOINTING_HEAD)
+BASELINES = (UNPATCHED_RECIPE, CHECKPOINTING_RECIPE, CHECKPOINTING_HEAD_RECIPE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +97,7 @@ def estimate(
     device: Device = "cuda",
     attention: Literal["cudnn", "flash"] = "cudnn",
     mixers: Mixers | None = None,
-    rates: str | Rates = DEFAULT,
+    rates: str | Rates = DEFAULT_DEVICE,
     kernels: Kernels = "auto",
 ) -> Estimate:
     """Estimate bytes, FLOPs and seconds of one training step, without weights and without a GPU.
@@ -135,9 +143,9 @@ def estimate(
     skeleton = request.skeleton()
     shard = -(-seq_len // setting.ranks)
     chunk = plan_chunks(shard, batch_size, chunk_size).size
-    recipes = (*UNPATCHED, streamed(saves, offload, setting.split))
+    recipes = (*BASELINES, streamed_recipe(saves, offload, setting.split))
     profile = survey(skeleton, recipes, batch_size, (shard, chunk), attention)
-    available(profile, setting)  # raises if the setting is not available
+    available_methods(profile, setting)  # raises if the setting is not available
     estimates = []
     for method in profile.methods:
         highest = peak(profile, method, seq_len, chunk, setting)
@@ -149,5 +157,5 @@ def estimate(
 
 def check_length(field: str, value: int) -> None:
     """Raise ConfigError unless the value is a positive integer."""
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= LARGEST_NUMBER:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_NUMBER:
         raise ConfigError(f"{field} is {short_repr(value)}; it must be a positive whole number.")

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import math
 
-from streambp.planner.profile import ULYSSES, Method, Setting, Split
+from streambp.planner.profile import ULYSSES, Method, SequenceSplit, Setting
 from streambp.rates import Rates
 
 
-def exchanged(split: Split, seq_len: int, setting: Setting) -> tuple[float, float, int, float]:
+def exchanged_bytes(
+    split: SequenceSplit, seq_len: int, setting: Setting
+) -> tuple[float, float, int, float]:
     """Return the bytes that a rank exchanges in a step with the ranks that share its sequences. The
     seconds of these exchanges lengthen the step. The rank's own part, which is not sent, is
     included.
@@ -58,7 +60,7 @@ def link_bytes(method: Method, seq_len: int, setting: Setting) -> float:
     as reported in a plan; 0 without sequence sharding. Each rank receives equally many bytes."""
     if method.split is None:
         return 0.0
-    waited, gathered, _, _ = exchanged(method.split, seq_len, setting)
+    waited, gathered, _, _ = exchanged_bytes(method.split, seq_len, setting)
     return (waited + gathered) * (setting.ranks - 1) / setting.ranks
 
 
@@ -77,7 +79,7 @@ def exchange_seconds(
     """
     if method.split is None or setting is None:
         return 0.0
-    waited, gathered, groups, reordered = exchanged(method.split, seq_len, setting)
+    waited, gathered, groups, reordered = exchanged_bytes(method.split, seq_len, setting)
     ranks = setting.ranks
     local_ranks = min(ranks, rates.node)
     order = reordered / rates.bandwidth

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from streambp.device import has_data
 from streambp.errors import ConfigError
 from streambp.fields import short_repr
-from streambp.known_names import GATED_MLP, LIGER, NORM, ROTARY
-from streambp.planner.count import Replayed, one_kernel
+from streambp.known_names import GATED_MLP, LIGER, NORM_CLASS_SUFFIX, ROTARY
+from streambp.planner.count import KernelReplay, one_kernel
 from streambp.planner.mixers import globals_of, is_installed, replaced_functions
 
 Fusion = Literal["liger", "compiled"]
@@ -79,7 +79,7 @@ def _norm_kernel_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None
 
 
 # x [..., h], weight [h] -> [..., h] in x's dtype.
-norm_kernel = functools.partial(Replayed.apply, _norm_kernel, _norm_kernel_backward)
+norm_kernel = functools.partial(KernelReplay.apply, _norm_kernel, _norm_kernel_backward)
 
 
 def _gate_kernel(ctx: Any, gate: Tensor, up: Tensor, by: Fusion) -> Tensor:
@@ -103,7 +103,7 @@ def _gate_kernel_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]
 
 
 # gate, up [..., m] -> act(gate) * up [..., m].
-gate_kernel = functools.partial(Replayed.apply, _gate_kernel, _gate_kernel_backward)
+gate_kernel = functools.partial(KernelReplay.apply, _gate_kernel, _gate_kernel_backward)
 
 
 def _rotary_kernel(ctx: Any, q: Tensor, k: Tensor, by: Fusion) -> tuple[Tensor, Tensor]:
@@ -128,7 +128,7 @@ def _rotary_kernel_backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor, T
 
 
 # q [B, H, T, D], k [B, H_kv, T, D] -> both, rotated; Liger's in place.
-rotary_kernel = functools.partial(Replayed.apply, _rotary_kernel, _rotary_kernel_backward)
+rotary_kernel = functools.partial(KernelReplay.apply, _rotary_kernel, _rotary_kernel_backward)
 
 
 def fuse_layers(model: nn.Module, by: Fusion | None) -> int:
@@ -160,7 +160,7 @@ def fuse_layers(model: nn.Module, by: Fusion | None) -> int:
         weights = [name for name, _ in module.named_parameters(recurse=False)]
         # gated norms have a second tensor argument
         takes_one = len(inspect.signature(kind.forward).parameters) == 2
-        is_norm = kind.__name__.endswith(NORM) and weights == ["weight"] and takes_one
+        is_norm = kind.__name__.endswith(NORM_CLASS_SUFFIX) and weights == ["weight"] and takes_one
         if is_norm or all(hasattr(module, name) for name in GATED_MLP[: 3 if ligers else 4]):
             if ligers:
                 module.__dict__.pop("forward", None)

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from streambp.offload.engines import BACK, OUT, Engine
+from streambp.offload.engines import FROM_HOST_QUEUE, TO_HOST_QUEUE, Engine
 from streambp.offload.manager import OffloadManager
-from streambp.offload.transfers import MICRO_BATCH, Entry, Holding
+from streambp.offload.transfers import MICRO_BATCH, MicroBatchMemory, TensorEntry
 from streambp.planner.count import one_kernel
 from streambp.planner.skeleton import Skeleton
 
@@ -38,13 +38,15 @@ class UncountedHost(Engine):
         from the host.
 
         Args:
-            queue: `OUT` or `BACK`, the direction of the copy.
+            queue: `TO_HOST_QUEUE` or `FROM_HOST_QUEUE`, the direction of the copy.
             target: destination.
             source: source.
         """
         size = target.nbytes
         with one_kernel(
-            0, to_host=size if queue == OUT else 0, from_host=size if queue == BACK else 0
+            0,
+            to_host=size if queue == TO_HOST_QUEUE else 0,
+            from_host=size if queue == FROM_HOST_QUEUE else 0,
         ):
             super().copy(queue, target, source)
 
@@ -73,12 +75,12 @@ class CountingManager(OffloadManager):
 
     def move_to_host(
         self,
-        holding: Holding,
+        holding: MicroBatchMemory,
         engine: Engine,
         tensor: Tensor,
         optional: bool,
         needs_clone: bool = False,
-    ) -> Entry | None:
+    ) -> TensorEntry | None:
         """Store a tensor [...] on the host like `OffloadManager.move_to_host`, and count its bytes
         of host memory.
 

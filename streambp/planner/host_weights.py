@@ -19,14 +19,14 @@ from collections.abc import Mapping, Sequence
 from streambp.planner.step import HEAD_BACKWARD
 from streambp.planner.work import Work
 
-SLOTS = 2
+WEIGHT_SLOTS = 2
 # suffix of a phase's name, for the part with weights from the host
-MOVED = ", weights from the host"
-MOST_TOKENS = 2**24
+HOST_WEIGHTS_SUFFIX = ", weights from the host"
+MAX_TOKENS = 2**24
 
 
 @dataclasses.dataclass(frozen=True)
-class OnHost:
+class HostLayers:
     """The first decoder layers of a model, whose weights are in host memory (weights="cpu"), and
     their bytes.
 
@@ -60,10 +60,12 @@ class OnHost:
         The number is `bytes` minus device buffers for two layers and one layer's dequantized
         weights.
         """
-        return self.bytes - SLOTS * self.largest - self.decoded
+        return self.bytes - WEIGHT_SLOTS * self.largest - self.decoded
 
 
-def gradients_here(phases: Sequence[tuple[str, float]], on_host: OnHost | None) -> list[float]:
+def device_gradients(
+    phases: Sequence[tuple[str, float]], on_host: HostLayers | None
+) -> list[float]:
     """Return the bytes of gradients on the device in each phase of a step, if gradients of some
     layers move to the host.
 
@@ -78,51 +80,51 @@ def gradients_here(phases: Sequence[tuple[str, float]], on_host: OnHost | None) 
     for _, gradients in phases:  # order of gradients: head, layers, embeddings
         other_gradients = min(gradients, max(of_head, gradients - on_host.trained))
         bytes_here.append(
-            other_gradients + min(gradients - other_gradients, SLOTS * on_host.largest)
+            other_gradients + min(gradients - other_gradients, WEIGHT_SLOTS * on_host.largest)
         )
     return bytes_here
 
 
-def first(sizes: Sequence[int], layers: int, decoded: int = 0) -> OnHost:
-    """Return the `OnHost` record for a model whose first `layers` layers have their weights in host
-    memory.
+def first_layers(sizes: Sequence[int], layers: int, decoded: int = 0) -> HostLayers:
+    """Return the `HostLayers` record for a model whose first `layers` layers have their weights in
+    host memory.
 
     Args:
         sizes: bytes of the weights of every layer of the model.
         layers: number of layers in host memory.
-        decoded: the value of `OnHost.decoded`.
+        decoded: the value of `HostLayers.decoded`.
     """
     host_sizes = sizes[:layers]
-    return OnHost(
+    return HostLayers(
         layers,
         len(sizes),
         sum(host_sizes),
-        sum(host_sizes[-SLOTS:]),
+        sum(host_sizes[-WEIGHT_SLOTS:]),
         max(host_sizes, default=0),
         decoded,
     )
 
 
-def fewest(sizes: Sequence[int], lacking: float, decoded: int = 0) -> OnHost:
-    """Return the `OnHost` record for the smallest number of first layers whose move to host memory
-    frees `lacking` bytes on the device. The record has all layers if no number suffices.
+def fewest_layers(sizes: Sequence[int], lacking: float, decoded: int = 0) -> HostLayers:
+    """Return the `HostLayers` record for the smallest number of first layers whose move to host
+    memory frees `lacking` bytes on the device. The record has all layers if no number suffices.
 
     Args:
         sizes: bytes of the weights of every layer of the model.
         lacking: bytes to free.
-        decoded: the value of `OnHost.decoded`.
+        decoded: the value of `HostLayers.decoded`.
     """
     total = 0
     largest = 0
     for number, size in enumerate(sizes[:-1], 1):
         total += size
         largest = max(largest, size)
-        if total - SLOTS * largest - decoded >= lacking:
-            return first(sizes, number, decoded)
-    return first(sizes, len(sizes), decoded)
+        if total - WEIGHT_SLOTS * largest - decoded >= lacking:
+            return first_layers(sizes, number, decoded)
+    return first_layers(sizes, len(sizes), decoded)
 
 
-def with_copies(step: Mapping[str, Work], on_host: OnHost | None) -> dict[str, Work]:
+def add_copies(step: Mapping[str, Work], on_host: HostLayers | None) -> dict[str, Work]:
     """Return the costs of a step (`Work`) by kind of phase. Layers whose weights are in host memory
     get separate entries, which include the copies of weights and gradients.
 
@@ -145,7 +147,7 @@ def with_copies(step: Mapping[str, Work], on_host: OnHost | None) -> dict[str, W
         part = on_host.layers / on_host.of
         costs[name] = Work().plus(step[name], 1 - part)
         host_work = Work().plus(step[name], part)
-        costs[name + MOVED] = host_work._replace(
+        costs[name + HOST_WEIGHTS_SUFFIX] = host_work._replace(
             from_host=host_work.from_host + to_device, to_host=host_work.to_host + out
         )
     return costs

@@ -23,11 +23,11 @@ from torch.utils._mode_utils import no_dispatch
 
 from streambp.attention import attend
 from streambp.attention.kernels import MathKernel, Task
-from streambp.attention.spans import Kind
+from streambp.attention.spans import BlockKind
 from streambp.device import has_data
 from streambp.errors import StreamBPError
 from streambp.head import blocks, triton_fold, triton_gradient
-from streambp.planner.count import CachedCall, Shapes, StepCount, one_kernel, running_counts
+from streambp.planner.count import CachedCall, ShapeCache, StepCount, one_kernel, running_counts
 from streambp.planner.work import Work, tensors
 
 
@@ -59,7 +59,7 @@ class CountedCalls:
         shapes: cache that creates tensors without data.
     """
 
-    def __init__(self, shapes: Shapes) -> None:
+    def __init__(self, shapes: ShapeCache) -> None:
         self._shapes = shapes
         # None for calls that must run each time
         self._counted_calls: dict[Any, CountedCall | None] = {}
@@ -86,7 +86,7 @@ class CountedCalls:
         if counted_call is None:
             if tuple(parts) in self._counted_calls:
                 return function(*args)
-            return self._first(count, tuple(parts), functools.partial(function, *args))
+            return self._count_first(count, tuple(parts), functools.partial(function, *args))
         count.add(counted_call.work)
         count.peak = max(count.peak, count.live + counted_call.peak)
         count.largest = max(count.largest, counted_call.largest)
@@ -101,7 +101,7 @@ class CountedCalls:
             return tuple(outputs)
         return outputs[0]
 
-    def _first(self, count: StepCount, key: Any, call: Callable[[], Any]) -> Any:
+    def _count_first(self, count: StepCount, key: Any, call: Callable[[], Any]) -> Any:
         """Return the result of a call with new shapes, and store the call's memory and cost.
 
         Args:
@@ -194,7 +194,7 @@ def launched_kernels(calls: CountedCalls) -> Iterator[None]:
         """
         task: Task = args[-1]
         block = task.block
-        if block.kind is Kind.MASK:
+        if block.kind is BlockKind.MASK:
             return function(kernel, *args)
         sizes = (block.q1 - block.q0, block.k1 - block.k0)
         key = (block.kind, *sizes, task.softcap is None, task.dropout > 0.0)

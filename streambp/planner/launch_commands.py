@@ -11,12 +11,12 @@ from typing import Any
 from streambp.planner.plan import Choice
 from streambp.planner.profile import Setting
 
-ALONE = "not with weights on the host, which take one process"
-IN_BACKWARD = (
+ONE_PROCESS_NOTE = "not with weights on the host, which take one process"
+HOST_OPTIMIZER_NOTE = (
     "; streambp.integrations.optimizer_in_backward(model, make, on_host=True) keeps the optimizer "
     "there"
 )
-UNITS = ((2**30, "GiB", 10), (2**20, "MiB", 1))
+BYTE_UNITS = ((2**30, "GiB", 10), (2**20, "MiB", 1))
 
 
 def fields_of(choice: Choice) -> dict[str, Any]:
@@ -30,29 +30,31 @@ def fields_of(choice: Choice) -> dict[str, Any]:
     return fields | ({"weights": choice.config.weights} if choice.on_host is not None else {})
 
 
-def python(choice: Choice) -> str:
+def config_code(choice: Choice) -> str:
     """Return Python code for the settings of a plan's choice, such as
     "streambp.StreamConfig(chunk_size=8192, saves=())"."""
-    return written_in_python(fields_of(choice))
+    return code_of_fields(fields_of(choice))
 
 
-def written_in_python(fields: Mapping[str, Any]) -> str:
+def code_of_fields(fields: Mapping[str, Any]) -> str:
     """Return `StreamConfig` fields as Python code that creates the configuration."""
     written_fields = []
     for name, value in fields.items():
         if isinstance(value, list):
             value = tuple(value)
-        written_fields.append(f"{name}={quoted(value)}")
+        written_fields.append(f"{name}={python_literal(value)}")
     return f"streambp.StreamConfig({', '.join(written_fields)})"
 
 
-def doors(choice: Choice, setting: Setting) -> dict[str, str]:
+def launcher_settings(choice: Choice, setting: Setting) -> dict[str, str]:
     """Return the settings of a plan in the form that each launcher takes: a dict from "launch",
     "TRL", "axolotl" and "DeepSpeed" to one line of text."""
-    return doors_of(fields_of(choice), setting, choice.on_host is not None)
+    return launcher_settings_of(fields_of(choice), setting, choice.on_host is not None)
 
 
-def doors_of(fields: Mapping[str, Any], setting: Setting, on_host: bool) -> dict[str, str]:
+def launcher_settings_of(
+    fields: Mapping[str, Any], setting: Setting, on_host: bool
+) -> dict[str, str]:
     """Return `StreamConfig` fields in the form that each launcher takes: a dict from "launch",
     "TRL", "axolotl" and "DeepSpeed" to one line of text.
 
@@ -68,7 +70,7 @@ def doors_of(fields: Mapping[str, Any], setting: Setting, on_host: bool) -> dict
     for name, value in fields.items():
         text = ",".join(value) if isinstance(value, list) else value
         flags.append(f"--{name.replace('_', '-')}={text}")
-        trl.append(f"stream_{name}={quoted(str(value) if name == 'chunk_size' else value)}")
+        trl.append(f"stream_{name}={python_literal(str(value) if name == 'chunk_size' else value)}")
         section.append(f"{name}: {json.dumps(value)}")
     engine: dict[str, Any]
     if setting.zero:
@@ -84,7 +86,9 @@ def doors_of(fields: Mapping[str, Any], setting: Setting, on_host: bool) -> dict
         }
     section_of_engine = json.dumps({**engine, "streambp": fields})
     if on_host:
-        section_of_engine = ALONE + (IN_BACKWARD if setting.optimizer_on_host else "")
+        section_of_engine = ONE_PROCESS_NOTE + (
+            HOST_OPTIMIZER_NOTE if setting.optimizer_on_host else ""
+        )
     return {
         "launch": f"{shlex.join(['streambp', 'launch', *flags])} -- PROGRAM ...",
         "TRL": f"StreamSFTConfig({', '.join(trl)})",
@@ -93,7 +97,7 @@ def doors_of(fields: Mapping[str, Any], setting: Setting, on_host: bool) -> dict
     }
 
 
-def quoted(value: Any) -> str:
+def python_literal(value: Any) -> str:
     """Return a value as a Python literal with double quotes, for code to paste."""
     return repr(value).replace("'", '"')
 
@@ -101,7 +105,7 @@ def quoted(value: Any) -> str:
 def format_bytes(size: int) -> int | str:
     """Return a number of bytes as text for `StreamConfig`, rounded down: "8.2GiB", "640MiB". Below
     a MiB, return the number itself."""
-    for unit, name, digits in UNITS:
+    for unit, name, digits in BYTE_UNITS:
         if size >= unit:
             return f"{size * digits // unit / digits:g}{name}"
     return size

@@ -2,7 +2,7 @@
 
 Features of a step with T positions a row in N chunks of C (C = N = 0 for an unchunked sequence):
 
-    1, T, C, N, T N, T C, T^2,    other ranks' keys (see `profile.keys_held`),    and
+    1, T, C, N, T N, T C, T^2,    other ranks' keys (see `profile.held_keys`),    and
     E    blocks of keys that a chunk attends to, minus one, summed over the chunks
     C E  the same, times the queries of a chunk
 
@@ -30,7 +30,7 @@ from streambp.planner.work import Work
 
 Point = tuple[int, int]  # T, C
 # maximal number of chunks whose blocks are counted one by one; for more, the average is used
-LOOKED_AT = 2048
+MAX_COUNTED_CHUNKS = 2048
 
 
 class Law(NamedTuple):
@@ -62,10 +62,10 @@ class Law(NamedTuple):
 
 
 Features = Law
-LAYERS = ("forward", "backward")  # kinds of phases that run in chunks
-EMBEDDINGS = ("embedding", "embedding backward")  # kinds of phases in which an encoder runs
+CHUNKED_PHASES = ("forward", "backward")  # kinds of phases that run in chunks
+ENCODER_PHASES = ("embedding", "embedding backward")  # kinds of phases in which an encoder runs
 # The features of each quantity of `Work`, the most distinctive first.
-IN_CHUNKS: Mapping[str, tuple[str, ...]] = {
+CHUNKED_FEATURES: Mapping[str, tuple[str, ...]] = {
     "products": ("tokens", "chunk", "square", "chunks"),
     "forward": ("square", "tokens", "tokens_chunk", "constant"),
     "backward": ("square", "tokens", "tokens_chunk", "constant"),
@@ -74,7 +74,7 @@ IN_CHUNKS: Mapping[str, tuple[str, ...]] = {
     "to_host": ("tokens", "chunk", "tokens_chunks"),
     "from_host": ("tokens", "chunk", "tokens_chunks"),
 }
-AT_ONCE: Mapping[str, tuple[str, ...]] = {
+UNCHUNKED_FEATURES: Mapping[str, tuple[str, ...]] = {
     "products": ("tokens",), "forward": ("square", "tokens"), "backward": ("square", "tokens"),
     "traffic": ("tokens", "constant"), "dispatches": ("constant", "tokens"),
     "to_host": (), "from_host": (),
@@ -83,19 +83,23 @@ AT_ONCE: Mapping[str, tuple[str, ...]] = {
 Encoder = Literal["", "same", "fixed"]
 # Features of products and attention beside an encoder. Each chunk computes the keys and values of
 # the encoder's output.
-CHUNKS_AND_ENCODER: Mapping[str, tuple[str, ...]] = {
+CHUNKED_ENCODER_FEATURES: Mapping[str, tuple[str, ...]] = {
     "same": ("tokens", "tokens_chunks", "chunk", "chunks"),
     "fixed": ("tokens", "chunks", "chunk"),
 }
-OF_SAME = ("square", "tokens")
-OF_ENCODER: Mapping[str, Mapping[str, tuple[str, ...]]] = {
-    "same": {"products": ("tokens", "constant"), "forward": OF_SAME, "backward": OF_SAME},
+EQUAL_LENGTH_ATTENTION = ("square", "tokens")
+ENCODER_FEATURES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "same": {
+        "products": ("tokens", "constant"),
+        "forward": EQUAL_LENGTH_ATTENTION,
+        "backward": EQUAL_LENGTH_ATTENTION,
+    },
     "fixed": {"products": ("constant",), "forward": ("constant",), "backward": ("constant",)},
 }
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class PhaseLaws:
     """FLOPs, bytes and dispatches of all phases of one kind, as functions of a row's tokens T and a
     chunk's tokens C. Kinds are "embedding", "forward" and "backward" of all layers, "head" and so
     on.
@@ -123,7 +127,7 @@ def features(tokens: float, chunk: float, keys: float = 0.0, k_block: int = 0) -
     Args:
         tokens: T, tokens of a row.
         chunk: C, tokens of a chunk; 0: the sequence is not chunked.
-        keys: amount of other ranks' keys, as `profile.keys_held` returns.
+        keys: amount of other ranks' keys, as `profile.held_keys` returns.
         k_block: number of keys in a block; 0: do not count blocks.
     """
     if chunk:
@@ -131,13 +135,13 @@ def features(tokens: float, chunk: float, keys: float = 0.0, k_block: int = 0) -
     else:
         chunks = 0
     blocks = 0.0
-    for index in range(min(chunks, LOOKED_AT) if k_block else 0):
+    for index in range(min(chunks, MAX_COUNTED_CHUNKS) if k_block else 0):
         start = index * chunk
         stop = min(tokens, (index + 1) * chunk)
         blocks += (
             math.ceil(start / k_block) if stop - start >= k_block else math.ceil(stop / k_block) - 1
         )
-    if chunks > LOOKED_AT and k_block:
+    if chunks > MAX_COUNTED_CHUNKS and k_block:
         blocks = (chunks - 1) * (chunks * chunk / k_block / 2)
     products = (tokens * chunks, tokens * chunk, tokens * tokens)
     return Features(1, tokens, chunk, chunks, keys, *products, blocks, chunk * blocks)
@@ -174,7 +178,7 @@ def fit_work(
     k_block: int,
     count_of_own: int | None = None,
     encoder: Encoder = "",
-) -> Part:
+) -> PhaseLaws:
     """Return the costs of one kind of phase as linear functions of the features, fitted through
     counts at several (T, C). The number of coefficients is at most the number of points.
 
@@ -189,17 +193,17 @@ def fit_work(
             without encoder.
     """
     is_chunked = any(c for _, c in points)
-    feature_names = dict(IN_CHUNKS if is_chunked else AT_ONCE)
-    if encoder and name in LAYERS:
-        products = CHUNKS_AND_ENCODER[encoder] if is_chunked else ("tokens", "constant")
+    feature_names = dict(CHUNKED_FEATURES if is_chunked else UNCHUNKED_FEATURES)
+    if encoder and name in CHUNKED_PHASES:
+        products = CHUNKED_ENCODER_FEATURES[encoder] if is_chunked else ("tokens", "constant")
         feature_names["products"] = products
-    elif encoder and name in EMBEDDINGS:
+    elif encoder and name in ENCODER_PHASES:
         feature_names |= {
-            **OF_ENCODER[encoder],
+            **ENCODER_FEATURES[encoder],
             "traffic": ("tokens", "constant"),
             "dispatches": ("constant",),
         }
-    elif name not in LAYERS:
+    elif name not in CHUNKED_PHASES:
         head_features = ("tokens", "constant")  # the head has its own blocks
         feature_names |= {
             "products": ("tokens",),
@@ -240,4 +244,4 @@ def fit_work(
                 }
             )
         laws.append(law)
-    return Part(name, tuple(laws), k_block)
+    return PhaseLaws(name, tuple(laws), k_block)

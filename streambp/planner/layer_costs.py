@@ -14,16 +14,16 @@ from streambp.config import StreamConfig
 from streambp.model.patching import install
 from streambp.model.state import PatchState
 from streambp.model.unpatched import is_plain
-from streambp.offload.costs import Cost, Figures, LayerCost, Product
+from streambp.offload.costs import Cost, LayerCost, LinearOutput, StepFigures
 from streambp.offload.policy import SavesPolicy
 from streambp.planner.count import StepCount
 from streambp.planner.skeleton import Skeleton
 
-SEEN = 1024  # tokens of a chunk in the observed step
+OBSERVED_CHUNK_TOKENS = 1024  # tokens of a chunk in the observed step
 PLAN_DEVICE = torch.device("cuda", 0)  # the device of all layers in a plan
 
 
-def seen_costs(
+def observed_layer_costs(
     skeleton: Skeleton, config: StreamConfig, layers: Iterable[int]
 ) -> tuple[dict[int, LayerCost], bool]:
     """Return bytes and FLOPs of the tensors that each of these layers may save, by layer index. The
@@ -45,7 +45,7 @@ def seen_costs(
         skeleton.model,
         dataclasses.replace(
             config,
-            chunk_size=SEEN,
+            chunk_size=OBSERVED_CHUNK_TOKENS,
             saves=(),
             offload="none",
             host_memory=None,
@@ -56,17 +56,17 @@ def seen_costs(
     sees = SavesPolicy(
         len(shrunk_model.layer_indices), lambda _: None, lambda _: (no_figures, 0.0), False, True
     )
-    no_figures = Figures()
+    no_figures = StepFigures()
     installed: PatchState = skeleton.model._streambp  # type: ignore[assignment]
     for layer_state in installed.steps.layer_states:
         layer_state.saves_policy = sees
     with skeleton.running(), StepCount(None):
-        ids = torch.empty(1, 2 * SEEN, dtype=torch.long)  # [B, T]
+        ids = torch.empty(1, 2 * OBSERVED_CHUNK_TOKENS, dtype=torch.long)  # [B, T]
         skeleton.loss(ids).backward()
     measured = sees.learn()
     costs = {}
     for index in layers:
-        if (position := shrunk_model.stand_in(index)) in measured:
+        if (position := shrunk_model.representative(index)) in measured:
             costs[index] = measured[position]
     return costs, all(map(is_plain, installed.steps.layer_states))
 
@@ -84,7 +84,7 @@ def counted_saves(skeleton: Skeleton, layers: int) -> dict[str, Any] | None:
         vocabulary = getattr(skeleton.language_model.config.get_text_config(), "vocab_size", 0)
     try:
         config = StreamConfig(kernels="own" if skeleton.own_adapters else "auto")
-        costs, plain = seen_costs(skeleton, config, range(layers))
+        costs, plain = observed_layer_costs(skeleton, config, range(layers))
     except Exception:  # the plan then lacks this row only
         return None
     if len(costs) < layers:
@@ -120,7 +120,7 @@ def costs_from_json(saves: Mapping[str, Any]) -> dict[int, LayerCost]:
     for kind in saves["kinds"]:
         products = {}
         for name, product in kind["cost"]["products"].items():
-            products[name] = Product(**product)
+            products[name] = LinearOutput(**product)
         overwritten = frozenset(kind["cost"]["overwritten"])
         cost = Cost(**{**kind["cost"], "products": products, "overwritten": overwritten})
         kinds.append(LayerCost(**{**kind, "device": PLAN_DEVICE, "cost": cost}))

@@ -15,13 +15,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from streambp.attention import masks
-from streambp.attention.mask_scan import SCAN
+from streambp.attention.mask_scan import SCAN_TILE_SIZE
 from streambp.attention.masks import DenseMask, LazyMask
 from streambp.attention.spans import Spans
 from streambp.chunks import Barrier
 from streambp.tensors import replace_attribute
 
-rectangles = masks.rectangles
+rectangles = masks.rectangular_spans
 
 
 def masks_from_positions() -> contextlib.AbstractContextManager[None]:
@@ -31,14 +31,14 @@ def masks_from_positions() -> contextlib.AbstractContextManager[None]:
     Masks that depend on values read all keys, because every condition on tensors without data
     counts as true.
     """
-    return replace_attribute([masks], "rectangles", [_from_positions])
+    return replace_attribute([masks], "rectangles", [_position_rectangles])
 
 
-def _from_positions(
+def _position_rectangles(
     mask: LazyMask, batch_size: int, length: int, device: torch.device
 ) -> Spans | DenseMask:
     """Return the keys that each query reads, for a planned batch whose tensors have no data.
-    Replaces `masks.rectangles`, which evaluates the mask on the batch's values.
+    Replaces `masks.rectangular_spans`, which evaluates the mask on the batch's values.
 
     Args:
         mask: the mask's description.
@@ -64,8 +64,9 @@ def _from_positions(
 def _reach_and_barriers(
     function: Any, length: int
 ) -> tuple[tuple[tuple[int, int], ...], tuple[Barrier, ...]] | None:
-    """Return two tuples: the interval of keys that each block of SCAN (a constant) consecutive
-    queries reads, and the positions where no chunk may end. None if every query reads all keys.
+    """Return two tuples: the interval of keys that each block of SCAN_TILE_SIZE (a constant)
+    consecutive queries reads, and the positions where no chunk may end. None if every query reads
+    all keys.
 
     Each query is assumed to read an interval of keys that contains the query. The interval's ends
     are assumed not to fall from one query to the next.
@@ -74,12 +75,12 @@ def _reach_and_barriers(
         function: transformers' mask function of row, head, query and key.
         length: T.
     """
-    firsts = range(0, length, SCAN)
+    firsts = range(0, length, SCAN_TILE_SIZE)
     pairs = []
     for q0 in firsts:
-        pairs += [q0, min(q0 + SCAN, length) - 1]
+        pairs += [q0, min(q0 + SCAN_TILE_SIZE, length) - 1]
     keys = torch.arange(length, device="cpu")
-    read = _evaluated(function, torch.tensor(pairs, device="cpu")[:, None], keys[None])  # [n, T]
+    read = _evaluate(function, torch.tensor(pairs, device="cpu")[:, None], keys[None])  # [n, T]
     if bool(read.all()):
         return None
     first_keys = torch.where(read, keys, length).amin(1).tolist()
@@ -88,7 +89,7 @@ def _reach_and_barriers(
     for first, end in zip(first_keys[::2], last_keys[1::2], strict=True):
         reach.append((min(first, end + 1), end + 1))
     # A chunk cannot end between a query and its next key, if the query reads that key.
-    blocked = _evaluated(function, keys[:-1], keys[1:])  # [T - 1]
+    blocked = _evaluate(function, keys[:-1], keys[1:])  # [T - 1]
     edges = torch.diff(torch.nn.functional.pad(blocked.to(torch.int8), (1, 1)))
     starts = ((edges == 1).nonzero().flatten() + 1).tolist()
     ends = (edges == -1).nonzero().flatten().tolist()
@@ -98,7 +99,7 @@ def _reach_and_barriers(
     return tuple(reach), tuple(barriers)
 
 
-def _evaluated(function: Any, query: Tensor, key: Tensor) -> Tensor:
+def _evaluate(function: Any, query: Tensor, key: Tensor) -> Tensor:
     """Return a bool tensor: True where the mask function lets a query read a key, in row 0 and head
     0. The scan of a mask calls this function. The result's shape is that of `query` [n] or [n, 1]
     broadcast with `key` [n] or [1, T].

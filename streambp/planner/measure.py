@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from streambp.admission.stacks import find_stacks
 from streambp.config import StreamConfig
-from streambp.device import MEMORY_ERRORS, is_accelerator, is_out_of_memory, tells_memory
+from streambp.device import MEMORY_ERRORS, is_accelerator, is_out_of_memory, reports_memory
 from streambp.errors import StreamBPError
 from streambp.model.last_step import last_step
 from streambp.model.patching import install, unpatch
@@ -22,17 +22,17 @@ from streambp.offload.manager import OffloadManager
 from streambp.planner import auto
 from streambp.planner.compose import unroll
 from streambp.planner.count import AllocatedBytes, LiveBytes
-from streambp.planner.counted import CountRequest, counted
-from streambp.planner.default import ByDefault, by_default
+from streambp.planner.default_step import DefaultStep, predict_default_step
 from streambp.planner.host import UncountedHost
-from streambp.planner.profile import Setting, static
+from streambp.planner.profile import Setting, bytes_between_steps
+from streambp.planner.profile_cache import CountRequest, count_profile
 from streambp.planner.skeleton import Device, Skeleton
 from streambp.planner.step import run_step
-from streambp.planner.survey import STREAMED, UNPATCHED_RECIPE, Counter, SurveyRecipe
+from streambp.planner.survey import STREAMED_RECIPES, UNPATCHED_RECIPE, Counter, SurveyRecipe
 
 
 @dataclasses.dataclass(frozen=True)
-class Compared:
+class PhaseComparison:
     """Predicted and measured peak bytes of one phase of a step, relative to the bytes before the
     step.
 
@@ -53,7 +53,7 @@ def compare_step(
     config: StreamConfig,
     chunk_size: int,
     snapshot: Path | None = None,
-) -> list[Compared]:
+) -> list[PhaseComparison]:
     """Run one chunked training step, and return predicted and measured peak bytes of each of its
     phases.
 
@@ -79,7 +79,7 @@ def compare_step(
     recipe = SurveyRecipe("streambp", dataclasses.replace(config, chunk_size=chunk_size))
     # CUDA's counts apply to other accelerators
     target: Device
-    if tells_memory(device):
+    if reports_memory(device):
         target = "cuda"
     else:
         target = "cpu"
@@ -122,14 +122,14 @@ def compare_step(
         unpatch(model)
     names = [span.name if span.layer is None else f"{span.name} {span.layer}" for span in spans]
     predicted_peaks = {phase.name: phase.peak for phase in predicted}
-    rows: list[Compared] = []
+    rows: list[PhaseComparison] = []
     for name, span in zip(names, spans, strict=True):
         if name in predicted_peaks:
-            rows.append(Compared(name, predicted_peaks[name], span.peak))
+            rows.append(PhaseComparison(name, predicted_peaks[name], span.peak))
     return rows
 
 
-def compare_default(model: nn.Module, ids: Tensor) -> tuple[ByDefault, ByDefault | None] | None:
+def compare_default(model: nn.Module, ids: Tensor) -> tuple[DefaultStep, DefaultStep | None] | None:
     """Predict and run a training step of `streambp.patch(model)` without settings.
 
     A step before it, which is not measured, runs the tests of the layers.
@@ -140,8 +140,8 @@ def compare_default(model: nn.Module, ids: Tensor) -> tuple[ByDefault, ByDefault
 
     Returns:
         A pair: the prediction, and the measurement or None if the device ran out of memory. None in
-            place of the pair if the device does not report free memory, or `by_default` does not
-            support the model.
+            place of the pair if the device does not report free memory, or `predict_default_step`
+            does not support the model.
     """
     device = ids.device
     setting = Setting(optimizer=0)
@@ -149,14 +149,14 @@ def compare_default(model: nn.Module, ids: Tensor) -> tuple[ByDefault, ByDefault
     if free is None:
         return None
     request = CountRequest(model, device="cuda", mixers="installed", batch_size=ids.shape[0])
-    profile = counted(request, (UNPATCHED_RECIPE, STREAMED[0]))
-    rates = auto.rates_here(device)
-    weights = static(profile, setting).weights
-    predicted = by_default(profile, ids.shape[1], free + weights, setting, rates)
+    profile = count_profile(request, (UNPATCHED_RECIPE, STREAMED_RECIPES[0]))
+    rates = auto.rates_of_device(device)
+    weights = bytes_between_steps(profile, setting).weights
+    predicted = predict_default_step(profile, ids.shape[1], free + weights, setting, rates)
     if predicted is None:
         return None
     count: LiveBytes | AllocatedBytes
-    if tells_memory(device):
+    if reports_memory(device):
         count = AllocatedBytes(device)
     else:
         count = LiveBytes()
@@ -176,7 +176,7 @@ def compare_default(model: nn.Module, ids: Tensor) -> tuple[ByDefault, ByDefault
         unpatch(model)
     fits = step.let_go is None
     peak = weights + count.peak
-    return predicted, ByDefault(step.way, step.chunk_size, fits, step.saved, peak, step_seconds)
+    return predicted, DefaultStep(step.way, step.chunk_size, fits, step.saved, peak, step_seconds)
 
 
 def _step(model: nn.Module, ids: Tensor) -> StepRecord:

@@ -21,14 +21,17 @@ from torch import Tensor
 
 from streambp.attention.backend import choose_backend
 from streambp.attention.kernels import Kernel, Task
-from streambp.attention.spans import Block, Kind
+from streambp.attention.spans import Block, BlockKind
 from streambp.device import is_accelerator
 from streambp.planner.count import StepCount
 from streambp.planner.work import pairs
-from streambp.rates import DISPATCH, Rates
+from streambp.rates import DISPATCH_SECONDS, Rates
 
-SAMPLE, MOST_RUNS = 0.005, 50  # minimal seconds of a sample, and maximal number of runs in a sample
-SUSTAINED = {"products": 0.87, "attention": 0.95}
+MIN_SAMPLE_SECONDS, MAX_RUNS = (
+    0.005,
+    50,
+)  # minimal seconds of a sample, and maximal number of runs in a sample
+SUSTAINED_FRACTIONS = {"products": 0.87, "attention": 0.95}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,8 +65,8 @@ class MeasuredSizes:
     heat: float
 
 
-GPU = MeasuredSizes((1024, 8192), 4096, 12288, 16384, 32, 8, 128, 16384, 2**28, 7, 1.0)
-CPU = MeasuredSizes((256,), 256, 768, 512, 4, 2, 64, 1024, 2**22, 3, 0.0)
+GPU_SIZES = MeasuredSizes((1024, 8192), 4096, 12288, 16384, 32, 8, 128, 16384, 2**28, 7, 1.0)
+CPU_SIZES = MeasuredSizes((256,), 256, 768, 512, 4, 2, 64, 1024, 2**22, 3, 0.0)
 
 
 def measure_device(kind: str, sizes: MeasuredSizes | None = None) -> Rates:
@@ -78,7 +81,7 @@ def measure_device(kind: str, sizes: MeasuredSizes | None = None) -> Rates:
     gpu = is_accelerator(device)
     if gpu:
         device = torch.device(kind, torch.accelerator.current_device_index())
-    sizes = sizes or (GPU if gpu else CPU)
+    sizes = sizes or (GPU_SIZES if gpu else CPU_SIZES)
     if gpu:
         dtype = torch.bfloat16
     else:
@@ -125,9 +128,9 @@ def measure_device(kind: str, sizes: MeasuredSizes | None = None) -> Rates:
 
         link = sizes.copied / clock(copies)
     if gpu:
-        factor = SUSTAINED
+        factor = SUSTAINED_FRACTIONS
     else:
-        factor = dict.fromkeys(SUSTAINED, 1.0)
+        factor = dict.fromkeys(SUSTAINED_FRACTIONS, 1.0)
     if gpu:
         name = torch.get_device_module(device).get_device_name(device)
     else:
@@ -142,7 +145,7 @@ def measure_device(kind: str, sizes: MeasuredSizes | None = None) -> Rates:
         backward,
         bandwidth,
         link,
-        DISPATCH,
+        DISPATCH_SECONDS,
         source=source,
     )
 
@@ -164,7 +167,7 @@ def seconds_of_run(run: Callable[[], object], device: torch.device, times: int) 
         wait(device)
         samples.append(max((time.perf_counter() - start) / runs, 1e-9))
         if len(samples) == 1:  # the first sample determines the number of runs in later samples
-            runs = min(MOST_RUNS, math.ceil(SAMPLE / samples[0]))
+            runs = min(MAX_RUNS, math.ceil(MIN_SAMPLE_SECONDS / samples[0]))
     return statistics.median(samples[1:])
 
 
@@ -190,7 +193,7 @@ def _attention(
     q = torch.randn(1, sizes.heads, *shape, device=device, dtype=dtype)  # [B, H, T, D]
     # [B, H_kv, T, D]
     k, v = (torch.randn(1, sizes.kv_heads, *shape, device=device, dtype=dtype) for _ in range(2))
-    block = Block(Kind.CAUSAL, 0, 1, 0, sizes.length, 0, sizes.length)
+    block = Block(BlockKind.CAUSAL, 0, 1, 0, sizes.length, 0, sizes.length)
     kernel: Kernel = choose_backend("auto", q, v, 0.0).kernel(block)
     task = Task(block, sizes.head_size**-0.5)
     o, lse = kernel.forward(q, k, v, task)

@@ -8,7 +8,7 @@ the kernels' allocations (`delta_rules`, `state_spaces`). The functions are reco
 parameters, not by a model's name.
 
 Before transformers 5.15 most plain torch code is inside the layers' own methods and not a function.
-The count then uses that code, and `assumed` reports it; such layers run unchunked.
+The count then uses that code, and `assumed_kernels` reports it; such layers run unchunked.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from streambp.planner.delta_rules import causal_conv, delta_rule
 from streambp.planner.state_spaces import fused_mamba, fused_mamba2, mamba2_scan, selective_scan
 
 Mixers = Literal["kernels", "torch", "installed"]
-CHOICES: tuple[Mixers, ...] = ("kernels", "torch", "installed")
+MIXER_CHOICES: tuple[Mixers, ...] = ("kernels", "torch", "installed")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +64,7 @@ class MixerKernel:
     absent: frozenset[str] = frozenset()
 
 
-KERNELS = (
+MIXER_KERNELS = (
     MixerKernel(
         PLANNED_CONVOLUTION, "causal_conv1d", causal_conv, ("hidden_states", "weight", "bias"),
         absent=frozenset({CONVOLUTION_STATE}),
@@ -120,7 +120,7 @@ def stand_in(
     return results
 
 
-def _plain(function: Any) -> Callable[..., Any]:
+def _plain_function(function: Any) -> Callable[..., Any]:
     """Return the function whose parameters are compared with those of a `MixerKernel`: `function`
     itself, or the forward of a module of the `kernels` package."""
     plain: Callable[..., Any]
@@ -141,10 +141,10 @@ def mixers_of(model: nn.Module) -> list[tuple[dict[str, Any], str, MixerKernel]]
             if isinstance(value, type) or not callable(value):
                 continue
             try:
-                parameters = set(inspect.signature(_plain(value)).parameters)
+                parameters = set(inspect.signature(_plain_function(value)).parameters)
             except (TypeError, ValueError):
                 continue
-            for kernel in KERNELS:
+            for kernel in MIXER_KERNELS:
                 if kernel.parameters <= parameters and not kernel.absent & parameters:
                     mixers.append((space, name, kernel))
                     break
@@ -166,7 +166,7 @@ def globals_of(model: nn.Module) -> list[dict[str, Any]]:
     return list(spaces.values())
 
 
-def out_of_reach(model: nn.Module) -> list[str]:
+def uncountable_packages(model: nn.Module) -> list[str]:
     """Return the names of kernel packages that a model's files import, except for packages of
     `mixers_of`. The kernels of the returned packages cannot be counted, so plain torch is counted
     instead."""
@@ -196,7 +196,7 @@ def replaced_functions(functions: Sequence[tuple[dict[str, Any], str, Any]]) -> 
             space[name] = function
 
 
-def standing_in(model: nn.Module, mixers: Mixers) -> contextlib.AbstractContextManager[None]:
+def replace_mixers(model: nn.Module, mixers: Mixers) -> contextlib.AbstractContextManager[None]:
     """Context manager in which functions of recurrent and convolutional layers make their kernels'
     allocations for meta and fake tensors, and compute nothing.
 
@@ -207,7 +207,7 @@ def standing_in(model: nn.Module, mixers: Mixers) -> contextlib.AbstractContextM
     replacements = []
     for space, name, kernel in mixers_of(model):
         if is_counted(kernel.package, mixers):
-            plain = _plain(space[name])
+            plain = _plain_function(space[name])
             replacement = functools.partial(stand_in, space[name], kernel, inspect.signature(plain))
             replacements.append((space, name, functools.update_wrapper(replacement, plain)))
     return replaced_functions(replacements)
@@ -234,7 +234,7 @@ def is_installed(package: str) -> bool:
     return True
 
 
-def assumed(model: nn.Module, mixers: Mixers) -> str:
+def assumed_kernels(model: nn.Module, mixers: Mixers) -> str:
     """Return text about the count of recurrent and convolutional layers: the packages whose kernels
     were assumed, and the packages in whose place plain torch was counted. "" if the model has no
     such layers."""
@@ -243,7 +243,10 @@ def assumed(model: nn.Module, mixers: Mixers) -> str:
     for package in packages:
         if is_counted(package, mixers):
             stand.append(package)
-    plain = [*(package for package in packages if package not in stand), *out_of_reach(model)]
+    plain = [
+        *(package for package in packages if package not in stand),
+        *uncountable_packages(model),
+    ]
     if stand:
         parts = [f"kernels of {', '.join(stand)}"]
     else:

@@ -23,9 +23,9 @@ from streambp.admission.stacks import is_bidirectional
 from streambp.attention.position_biases import biases_distances
 from streambp.errors import ConfigError, UnsupportedModelError
 
-LANGUAGE_MODELS = ("LM", "PreTraining", "LMHeadModel", "ConditionalGeneration")
+LANGUAGE_MODEL_SUFFIXES = ("LM", "PreTraining", "LMHeadModel", "ConditionalGeneration")
 PREFIX_TYPE = "paligemma"
-STRIDE = 2  # audio frames of a position of Whisper's encoder
+AUDIO_STRIDE = 2  # audio frames of a position of Whisper's encoder
 
 
 def build_as(config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
@@ -81,7 +81,7 @@ def says_bidirectional(config: PreTrainedConfig) -> bool:
 def _has_no_head(config: PreTrainedConfig) -> bool:
     """True if `architectures` names a class that is no language model (an embedding model)."""
     names: Sequence[str] = getattr(config, "architectures", None) or ()
-    return bool(names) and not names[0].endswith(LANGUAGE_MODELS)
+    return bool(names) and not names[0].endswith(LANGUAGE_MODEL_SUFFIXES)
 
 
 def inputs_of(model: nn.Module, ids: Tensor, encoder_len: int | None = None) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def inputs_of(model: nn.Module, ids: Tensor, encoder_len: int | None = None) -> 
         return inputs
     config: Any = model.config
     dtype = next(model.parameters()).dtype
-    sizes = (rows, config.num_mel_bins, STRIDE * audio)
+    sizes = (rows, config.num_mel_bins, AUDIO_STRIDE * audio)
     inputs["input_features"] = torch.zeros(sizes, dtype=dtype, device=ids.device)
     # its table of positions is sliced unless a position is passed for each token
     inputs["decoder_position_ids"] = torch.arange(length, device=ids.device)[None]

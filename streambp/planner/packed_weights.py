@@ -18,28 +18,32 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.parametrize import ParametrizationList
 
 from streambp.known_names import QUANT_STATE
-from streambp.offload.decoded import CountedPackedWeight
+from streambp.offload.decoded_weights import CountedPackedWeight
 
-STANDS_FOR = "stands_for"  # attribute of a parameter: number of model parameters that it stores
-STORED = "stored"  # attribute of a parameter: bytes that the original stores, statistics included
-INNER_TENSORS = "__tensor_flatten__"
-FOUR_BITS = 0.5 + 4 / 64  # bytes for each parameter, with a float32 for each block of 64
+PARAMETER_COUNT_ATTRIBUTE = (
+    "stands_for"  # attribute of a parameter: number of model parameters that it stores
+)
+STORED_BYTES_ATTRIBUTE = (
+    "stored"  # attribute of a parameter: bytes that the original stores, statistics included
+)
+FLATTEN_METHOD = "__tensor_flatten__"
+FOUR_BIT_BYTES = 0.5 + 4 / 64  # bytes for each parameter, with a float32 for each block of 64
 
 
 def parameters_of(parameter: Tensor) -> int:
     """Return the number of model parameters in a tensor [...]. A plan reports these numbers. A
     quantised weight may store several parameters in one element."""
-    return int(getattr(parameter, STANDS_FOR, parameter.numel()))
+    return int(getattr(parameter, PARAMETER_COUNT_ATTRIBUTE, parameter.numel()))
 
 
 def bytes_of(parameter: Tensor) -> int:
     """Return the bytes that a parameter [...] stores in the model that a skeleton represents."""
-    return int(getattr(parameter, STORED, parameter.nbytes))
+    return int(getattr(parameter, STORED_BYTES_ATTRIBUTE, parameter.nbytes))
 
 
 def inner_bytes(tensor: Tensor) -> int | None:
     """Return the bytes of the inner tensors of a tensor subclass [...]; None for a plain tensor."""
-    flatten = getattr(tensor, INNER_TENSORS, None)
+    flatten = getattr(tensor, FLATTEN_METHOD, None)
     if flatten is None:
         return None
     total = 0
@@ -117,15 +121,17 @@ def _pack(module: nn.Module, name: str) -> int:
     does. Return 1."""
     weight = module._parameters[name]
     assert weight is not None
-    size = int(weight.numel() * FOUR_BITS)
+    size = int(weight.numel() * FOUR_BIT_BYTES)
     packed = nn.Parameter(
         torch.empty(size, dtype=torch.uint8, device=weight.device), requires_grad=False
     )
-    setattr(packed, STANDS_FOR, weight.numel())
+    setattr(packed, PARAMETER_COUNT_ATTRIBUTE, weight.numel())
     first = not parametrize.is_parametrized(module)
     setattr(module, name, packed)
     parametrize.register_parametrization(module, name, CountedExperts(weight), unsafe=True)
-    setattr(getattr(module.parametrizations, name).original, STANDS_FOR, weight.numel())  # type: ignore[union-attr]
+    setattr(
+        getattr(module.parametrizations, name).original, PARAMETER_COUNT_ATTRIBUTE, weight.numel()
+    )  # type: ignore[union-attr]
     if first:
         module.register_forward_pre_hook(_begin_cache)
         module.register_forward_hook(_end_cache, always_call=True)

@@ -15,12 +15,12 @@ from collections.abc import Mapping
 from importlib import resources
 from typing import Any
 
-from streambp.planner.plan import CHUNK_TOKENS, LONGEST, SLOWER, Plan
+from streambp.planner.plan import ALLOWED_SLOWDOWN, CHUNK_TOKENS, MAX_SEQ_LEN, Plan
 from streambp.planner.profile import Profile, to_json
-from streambp.rates import DEVICES, USUAL
+from streambp.rates import DEVICE_MEMORY_SIZES, DEVICES
 
-START = 65_536  # tokens at the start, if nothing fits and no length was requested
-PLACES = {
+START_TOKENS = 65_536  # tokens at the start, if nothing fits and no length was requested
+FILES_BY_PLACEHOLDER = {
     "/*STYLE*/": ("page.css",),
     "/*PLAN*/": ("host_weights.js", "plan.js"),
     "/*PAGE*/": (
@@ -33,9 +33,9 @@ PLACES = {
         "page.js",
     ),
 }
-DATA = "/*DATA*/"
+DATA_PLACEHOLDER = "/*DATA*/"
 # comments and empty lines, which browsers ignore
-FOR_READERS = re.compile(r"^ *(?://.*\n|/\*.*\*/\n|\n)?", re.MULTILINE)
+COMMENT_OR_EMPTY_LINE = re.compile(r"^ *(?://.*\n|/\*.*\*/\n|\n)?", re.MULTILINE)
 
 
 def page(
@@ -76,19 +76,20 @@ def page(
             "host": None if memory.host is None else memory.host * setting.gpus,
             "reserve": memory.reserve,
         },
-        "seq_len": plan.seq_len or START,
+        "seq_len": plan.seq_len or START_TOKENS,
         "chunk_tokens": CHUNK_TOKENS,
         "devices": list(map(dataclasses.asdict, devices.values())),
-        "longest": LONGEST,
-        "slower": SLOWER,
-        "usual": USUAL,
+        "longest": MAX_SEQ_LEN,
+        "slower": ALLOWED_SLOWDOWN,
+        "usual": DEVICE_MEMORY_SIZES,
     }
     text = part("page.html")
-    for placeholder, files in PLACES.items():
-        text = text.replace(placeholder, FOR_READERS.sub("", "\n".join(map(part, files))))
+    for placeholder, files in FILES_BY_PLACEHOLDER.items():
+        text = text.replace(placeholder, COMMENT_OR_EMPTY_LINE.sub("", "\n".join(map(part, files))))
     # "<" could end the script element or open a comment in it.
     return text.replace(
-        DATA, json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+        DATA_PLACEHOLDER,
+        json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"),
     )
 
 

@@ -11,43 +11,45 @@ from typing import Literal
 
 import torch
 
-from streambp.chunks import in_one_pass
+from streambp.chunks import floor_power_of_two
 from streambp.config import StreamConfig
 from streambp.errors import ConfigError, UnsupportedModelError
 from streambp.fields import check_fields, parse_bytes, parse_tokens
-from streambp.offload.free_memory import DEFAULT_HOST_PART, HOST_PART, LEFT
-from streambp.planner.both_rooms import BothRooms, with_both_rooms
-from streambp.planner.counted import CountRequest, ProgressCallback, counted
-from streambp.planner.default import ByDefault, by_default
-from streambp.planner.estimate import UNPATCHED
+from streambp.offload.free_memory import DEFAULT_HOST_FRACTION, RESERVED_BYTES, USABLE_HOST_FRACTION
+from streambp.planner.auto_offload import AutoOffloadStep, predict_auto_offload
+from streambp.planner.default_step import DefaultStep, predict_default_step
+from streambp.planner.estimate import BASELINES
 from streambp.planner.exchanges import link_bytes
 from streambp.planner.fused_layers import Kernels
-from streambp.planner.host_weights import OnHost, fewest, first
+from streambp.planner.host_weights import HostLayers, fewest_layers, first_layers
 from streambp.planner.mixers import Mixers
 from streambp.planner.profile import (
-    FIELDS,
+    SPLIT_FIELDS,
     Method,
     Peak,
     Profile,
     Setting,
-    available,
+    available_methods,
+    bytes_between_steps,
     flops,
     peak,
-    static,
 )
-from streambp.planner.sample_points import CHUNKS
-from streambp.planner.seconds import Seconds, hides_from, seconds, throughput
+from streambp.planner.profile_cache import CountRequest, ProgressCallback, count_profile
+from streambp.planner.sample_points import SAMPLE_CHUNKS
+from streambp.planner.seconds import Seconds, min_hiding_length, seconds, throughput
 from streambp.planner.skeleton import Device, Source
-from streambp.planner.survey import SPLIT, STREAMED
-from streambp.rates import DEFAULT, DEVICES, Rates, rates_of
-from streambp.sharded.gathered import MAX_SHARE_OF_FREE_MEMORY
+from streambp.planner.survey import SPLIT_RECIPES, STREAMED_RECIPES
+from streambp.rates import DEFAULT_DEVICE, DEVICES, Rates, rates_of
+from streambp.sharded.gathered_keys import FREE_MEMORY_DIVISOR
 
 # tokens of a chunk over all rows of the batch, largest first
-CHUNK_TOKENS = tuple(CHUNKS[1] >> shift for shift in range(4))
-WITH_BOTH_ROOMS = (32768, 16384, *CHUNK_TOKENS)  # chunk sizes of offload="auto"
-LONGEST = 2**30
-TIED = 0.005  # difference of seconds, relative to the fastest, below which steps are equally fast
-SLOWER = 0.02  # allowed slowdown of the choice with less memory, relative to the fastest
+CHUNK_TOKENS = tuple(SAMPLE_CHUNKS[1] >> shift for shift in range(4))
+AUTO_OFFLOAD_CHUNK_TOKENS = (32768, 16384, *CHUNK_TOKENS)  # chunk sizes of offload="auto"
+MAX_SEQ_LEN = 2**30
+EQUAL_SECONDS_TOLERANCE = (
+    0.005  # difference of seconds, relative to the fastest, below which steps are equally fast
+)
+ALLOWED_SLOWDOWN = 0.02  # allowed slowdown of the choice with less memory, relative to the fastest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +109,7 @@ class Choice:
     seconds: Seconds
     gpu_memory: int | None = None
     link: float = 0.0
-    on_host: OnHost | None = None
+    on_host: HostLayers | None = None
     hidden_from: int | None = None
 
     @property
@@ -124,7 +126,7 @@ class Choice:
 
 
 @dataclasses.dataclass(frozen=True)
-class Longest:
+class LongestSequence:
     """Longest sequence with which a step of one method fits into memory.
 
     Attributes:
@@ -140,7 +142,7 @@ class Longest:
 
 
 @dataclasses.dataclass(frozen=True)
-class Timed:
+class MethodStep:
     """Predicted seconds of a step of one method at the plan's length, with the fastest chunk size
     that fits into memory (the smallest if none fits).
 
@@ -186,7 +188,7 @@ class Plan:
         memory: memory limits of each rank.
         seq_len: positions of a row; 0 if "max" was requested and no row fits.
         choice: the fastest step that fits at `seq_len`; None if none fits.
-        binds: `Longest.binds` of the longest sequence under streambp.
+        binds: `LongestSequence.binds` of the longest sequence under streambp.
         levers: changes that would allow a longer sequence, the simplest first.
         longest: the longest sequence of each method.
         times: seconds of a step of each method at `seq_len`.
@@ -205,12 +207,12 @@ class Plan:
     choice: Choice | None
     binds: str
     levers: tuple[Lever, ...]
-    longest: tuple[Longest, ...]
-    times: tuple[Timed, ...]
+    longest: tuple[LongestSequence, ...]
+    times: tuple[MethodStep, ...]
     rates: Rates
-    by_default: ByDefault | None = None
+    by_default: DefaultStep | None = None
     safest: Choice | None = None
-    both_rooms: BothRooms | None = None
+    both_rooms: AutoOffloadStep | None = None
 
     @property
     def default_wins(self) -> bool:
@@ -221,7 +223,7 @@ class Plan:
             return False
         if self.setting.weights == "cpu":  # by default weights stay on the device
             return False
-        return default.seconds < (1 - TIED) * self.choice.seconds.total
+        return default.seconds < (1 - EQUAL_SECONDS_TOLERANCE) * self.choice.seconds.total
 
     @property
     def both_rooms_win(self) -> bool:
@@ -235,10 +237,12 @@ class Plan:
             other_seconds.append(self.choice.seconds.total)
         if self.by_default is not None and self.by_default.fits:
             other_seconds.append(self.by_default.seconds)
-        return combined.seconds < (1 - TIED) * min(other_seconds, default=math.inf)
+        return combined.seconds < (1 - EQUAL_SECONDS_TOLERANCE) * min(
+            other_seconds, default=math.inf
+        )
 
     @property
-    def next_fastest(self) -> tuple[Timed, ...]:
+    def next_fastest(self) -> tuple[MethodStep, ...]:
         """Return seconds of the two fastest methods after the chosen one, the faster first. Only
         methods that compute in chunks and fit into memory count."""
         if self.choice is None:
@@ -267,7 +271,7 @@ def plan(
     device: Device = "cuda",
     attention: Literal["cudnn", "flash"] = "cudnn",
     mixers: Mixers | None = None,
-    rates: str | Rates = DEFAULT,
+    rates: str | Rates = DEFAULT_DEVICE,
     kernels: Kernels = "auto",
     cache: bool = False,
     said: ProgressCallback | None = None,
@@ -277,8 +281,7 @@ def plan(
     methods: Sequence[str] = (),
     encoder_len: int | None = None,
 ) -> Plan:
-    """Return the fastest settings with which a step fits into memory (`Plan`), from a count without
-    a GPU.
+    """Return the fastest settings (`Plan`) with which a step fits into memory, without a GPU.
 
     Args:
         seq_len: positions of a full sequence, as a number or "64k", also if ranks share it
@@ -291,8 +294,7 @@ def plan(
         setting: GPUs, ZeRO stage and optimizer; `Setting()` if None.
         rates: rates of the GPU, for seconds: a name in `rates.DEVICES`, a file of
             `--measure-device`, or `Rates`.
-        cache: store the counted profile for later plans of this model, and reuse a stored one
-            (`planner.counted`).
+        cache: store the counted profile for later plans of this model, and reuse a stored one.
         said: progress callback; arguments are a text and the finished fraction.
         every_split: count every kind of sequence sharding, for the HTML page.
         lora_targets: names of the Linears that get adapters; empty: all that peft accepts.
@@ -324,12 +326,15 @@ def plan(
     else:
         host = parse_bytes("host_memory", host_memory) // setting.gpus
     memory = Memory(parse_bytes("gpu_memory", gpu_memory), host, reserve)
-    recipes = (*UNPATCHED, *(SPLIT[setting.split] if setting.split else STREAMED))
+    recipes = (*BASELINES, *(SPLIT_RECIPES[setting.split] if setting.split else STREAMED_RECIPES))
     if every_split:
-        recipes = (*UNPATCHED, *STREAMED, *(recipe for some in SPLIT.values() for recipe in some))
+        recipes = (
+            *BASELINES, *STREAMED_RECIPES,
+            *(recipe for some in SPLIT_RECIPES.values() for recipe in some),
+        )  # fmt: skip
     if methods:
         recipes = tuple(recipe for recipe in recipes if recipe.name in methods)
-    profile = counted(request, recipes, cache, said)
+    profile = count_profile(request, recipes, cache, said)
     return plan_profile(profile, length, memory, setting, device_rates)
 
 
@@ -338,7 +343,7 @@ def plan_profile(
     seq_len: int | Literal["max"],
     memory: Memory,
     setting: Setting,
-    rates: Rates = DEVICES[DEFAULT],
+    rates: Rates = DEVICES[DEFAULT_DEVICE],
 ) -> Plan:
     """Return the `Plan` for a model whose costs were counted.
 
@@ -357,9 +362,9 @@ def plan_profile(
         ConfigError, UnsupportedModelError: ranks cannot share the model's sequences as the setting
             requests.
     """
-    setting = where_weights_may_be(profile, setting)
-    methods = available(profile, setting)
-    table = tuple(longest(profile, method, memory, setting) for method in methods)
+    setting = allow_host_weights(profile, setting)
+    methods = available_methods(profile, setting)
+    table = tuple(longest_sequence(profile, method, memory, setting) for method in methods)
     best = max(
         (row for row in table if profile.method(row.method).chunked), key=lambda row: row.seq_len
     )
@@ -379,42 +384,44 @@ def plan_profile(
     choice = _fastest(fitting)
     if choice is not None and choice.on_host is not None:
         placed_setting = dataclasses.replace(setting, on_host=choice.on_host)
-        hidden = hides_from(profile.method(choice.method), choice.chunk_size, rates, placed_setting)
+        hidden = min_hiding_length(
+            profile.method(choice.method), choice.chunk_size, rates, placed_setting
+        )
         choice = dataclasses.replace(choice, hidden_from=hidden)
     levers = tuple(_levers(profile, best.seq_len, memory, setting))
     times = []
     for method in methods if length else ():
         times.append(_timed(profile, method, length, memory, setting, rates))
-    usable = min(memory.usable, memory.gpu - LEFT)
+    usable = min(memory.usable, memory.gpu - RESERVED_BYTES)
     host = None
     host_headroom = math.inf
     if memory.host is not None:
-        host = HOST_PART * memory.host
-        host_headroom = DEFAULT_HOST_PART * memory.host
+        host = USABLE_HOST_FRACTION * memory.host
+        host_headroom = DEFAULT_HOST_FRACTION * memory.host
     if length:
-        default = by_default(profile, length, usable, setting, rates, host_headroom)
+        default = predict_default_step(profile, length, usable, setting, rates, host_headroom)
     else:
         default = None
     combined = None
     if length:
-        sizes = tuple(max(1, tokens // profile.batch_size) for tokens in WITH_BOTH_ROOMS)
-        combined = with_both_rooms(profile, length, sizes, (usable, host), setting, rates)
+        sizes = tuple(max(1, tokens // profile.batch_size) for tokens in AUTO_OFFLOAD_CHUNK_TOKENS)
+        combined = predict_auto_offload(profile, length, sizes, (usable, host), setting, rates)
     safest = _safest(fitting)
     results = (choice, best.binds, levers, table, tuple(times), rates, default, safest, combined)
     return Plan(profile, setting, memory, length, *results)
 
 
-def where_weights_may_be(profile: Profile, setting: Setting) -> Setting:
+def allow_host_weights(profile: Profile, setting: Setting) -> Setting:
     """Return a copy of the setting whose `on_host` has all layers if a plan may move weights to
     host memory. `on_host` is None with weights="device", for several GPUs, and for layers without
     weights that can move."""
-    on_host = with_weights_on_host(profile, setting)
+    on_host = put_weights_on_host(profile, setting)
     if on_host is None or setting.weights == "device":
         return dataclasses.replace(setting, on_host=None)
     return on_host
 
 
-def with_weights_on_host(profile: Profile, setting: Setting) -> Setting | None:
+def put_weights_on_host(profile: Profile, setting: Setting) -> Setting | None:
     """Return a copy of the setting whose `on_host` has all layers, with their frozen weights in
     host memory.
 
@@ -430,7 +437,7 @@ def with_weights_on_host(profile: Profile, setting: Setting) -> Setting | None:
     if setting.gpus > 1 or not any(sizes):
         return None
     born = sum(group.trainable_bytes for group in profile.groups)
-    on_host = dataclasses.replace(first(sizes, len(sizes), profile.decoded), trained=trained)
+    on_host = dataclasses.replace(first_layers(sizes, len(sizes), profile.decoded), trained=trained)
     return dataclasses.replace(
         setting, on_host=dataclasses.replace(on_host, part=min(1.0, trained / max(1, born)))
     )
@@ -443,9 +450,9 @@ def _timed(
     memory: Memory,
     setting: Setting,
     rates: Rates,
-) -> Timed:
-    """Return the seconds of a step of one method (`Timed`), with the fastest chunk size that fits
-    into memory. If none fits, the step has the smallest chunk size.
+) -> MethodStep:
+    """Return the seconds of a step of one method (`MethodStep`), with the fastest chunk size that
+    fits into memory. If none fits, the step has the smallest chunk size.
 
     Args:
         profile: the model's counted costs.
@@ -455,7 +462,7 @@ def _timed(
         setting: the training setting.
         rates: the device's speeds (FLOP/s, bytes/s).
     """
-    limited = with_room(profile, memory, setting)
+    limited = set_room(profile, memory, setting)
     choice = choose(profile, [method], seq_len, memory, limited, rates)
     if choice is not None:
         size = choice.chunk_size
@@ -463,12 +470,12 @@ def _timed(
         total = choice.peak.total
     else:
         size = min(chunk_sizes(profile.batch_size)[-1], seq_len)
-        at, placed_setting = placed(profile, method, seq_len, size, memory, limited)
+        at, placed_setting = place_weights(profile, method, seq_len, size, memory, limited)
         spent = seconds(method, seq_len, size, rates, placed_setting)
         total = at.total
     speed = throughput(spent, seq_len, profile.batch_size, limited)
     chunk_size = size if method.chunked else seq_len
-    return Timed(method.name, chunk_size, choice is not None, total, spent.total, speed)
+    return MethodStep(method.name, chunk_size, choice is not None, total, spent.total, speed)
 
 
 def choose(
@@ -477,7 +484,7 @@ def choose(
     seq_len: int,
     memory: Memory,
     setting: Setting,
-    rates: Rates = DEVICES[DEFAULT],
+    rates: Rates = DEVICES[DEFAULT_DEVICE],
 ) -> Choice | None:
     """Return the fastest step that fits into memory, over all given methods and all chunk sizes;
     None if none fits.
@@ -515,7 +522,7 @@ def _fastest(choices: Sequence[Choice]) -> Choice | None:
 def _safest(choices: Sequence[Choice]) -> Choice | None:
     """Return the step with the lowest peak among those at most 2 % slower than the fastest; None
     for no steps. A plan names this step as an alternative."""
-    bar = (1 + SLOWER) * min((c.seconds.total for c in choices), default=0.0)
+    bar = (1 + ALLOWED_SLOWDOWN) * min((c.seconds.total for c in choices), default=0.0)
     return min(
         (c for c in choices if c.seconds.total <= bar),
         key=lambda c: (c.peak.total, c.seconds.total),
@@ -544,14 +551,14 @@ def options(
         setting: the training setting.
         rates: the device's speeds (FLOP/s, bytes/s).
     """
-    setting = with_room(profile, memory, setting)
+    setting = set_room(profile, memory, setting)
     for method in methods:
         if method.chunked:
             sizes = chunk_sizes(profile.batch_size)
         else:
             sizes = (seq_len,)
         for size in dict.fromkeys(min(size, seq_len) for size in sizes):
-            at, placed_setting = placed(profile, method, seq_len, size, memory, setting)
+            at, placed_setting = place_weights(profile, method, seq_len, size, memory, setting)
             how = (method.name, method.saves, method.offload, size, seq_len)
             if method.prefix_on_host:
                 free_bytes = max(1, int(memory.usable - at.total))
@@ -570,7 +577,7 @@ def options(
             )
 
 
-def placed(
+def place_weights(
     profile: Profile,
     method: Method,
     seq_len: int,
@@ -590,7 +597,7 @@ def placed(
         seq_len: positions of a row.
         chunk_size: positions of a chunk.
         memory: memory limits of each rank.
-        setting: the training setting, from `where_weights_may_be`.
+        setting: the training setting, from `allow_host_weights`.
     """
     resident = dataclasses.replace(setting, on_host=None)
     if setting.on_host is None or not method.chunked:
@@ -601,26 +608,28 @@ def placed(
         lacking = at.total - memory.usable
         if lacking <= 0:
             return at, resident
-        on_host = fewest(profile.frozen, lacking, profile.decoded)
+        on_host = fewest_layers(profile.frozen, lacking, profile.decoded)
         placed_setting = dataclasses.replace(setting, on_host=on_host)
     return peak(profile, method, seq_len, chunk_size, placed_setting), placed_setting
 
 
-def with_room(profile: Profile, memory: Memory, setting: Setting) -> Setting:
+def set_room(profile: Profile, memory: Memory, setting: Setting) -> Setting:
     """Return a copy of the setting in which `room` is an eighth of the device memory that is free
     at the start of a step. A rank may use these bytes for keys and values gathered from other
     ranks."""
-    between_steps = static(profile, setting)
+    between_steps = bytes_between_steps(profile, setting)
     free = (
         memory.usable
         - between_steps.weights
         - between_steps.optimizer
         - (between_steps.gradients if setting.accumulate else 0.0)
     )
-    return dataclasses.replace(setting, room=max(0.0, free) / MAX_SHARE_OF_FREE_MEMORY)
+    return dataclasses.replace(setting, room=max(0.0, free) / FREE_MEMORY_DIVISOR)
 
 
-def longest(profile: Profile, method: Method, memory: Memory, setting: Setting) -> Longest:
+def longest_sequence(
+    profile: Profile, method: Method, memory: Memory, setting: Setting
+) -> LongestSequence:
     """Return the longest sequence with which a step of one method fits into memory, in the smallest
     chunks of a plan.
 
@@ -634,24 +643,24 @@ def longest(profile: Profile, method: Method, memory: Memory, setting: Setting) 
         setting: the training setting.
     """
     setting, ranks, sizes = (
-        with_room(profile, memory, setting),
+        set_room(profile, memory, setting),
         setting.ranks,
         chunk_sizes(profile.batch_size),
     )
     candidates = []
     for size in sizes if method.counts_chunks else sizes[-1:]:
         low = 0
-        high = LONGEST // ranks
+        high = MAX_SEQ_LEN // ranks
         while low < high:  # valid because every phase grows with the length
             middle = (low + high + 1) // 2
-            at, _ = placed(profile, method, ranks * middle, size, memory, setting)
+            at, _ = place_weights(profile, method, ranks * middle, size, memory, setting)
             low, high = (middle, high) if fits(at, memory) else (low, middle - 1)
-        next_peak, _ = placed(profile, method, ranks * (low + 1), size, memory, setting)
+        next_peak, _ = place_weights(profile, method, ranks * (low + 1), size, memory, setting)
         if next_peak.total > memory.usable:
             binds = next_peak.phase
         else:
             binds = "host memory"
-        candidates.append(Longest(method.name, ranks * low, binds))
+        candidates.append(LongestSequence(method.name, ranks * low, binds))
     return max(candidates, key=lambda row: row.seq_len)
 
 
@@ -665,7 +674,7 @@ def chunk_sizes(batch_size: int) -> tuple[int, ...]:
     """Return the chunk sizes that a plan tries for a batch of `batch_size` rows, in positions of
     each row, the largest first."""
     return tuple(
-        dict.fromkeys(in_one_pass(max(1, tokens // batch_size)) for tokens in CHUNK_TOKENS)
+        dict.fromkeys(floor_power_of_two(max(1, tokens // batch_size)) for tokens in CHUNK_TOKENS)
     )
 
 
@@ -689,7 +698,7 @@ def _levers(profile: Profile, seq_len: int, memory: Memory, setting: Setting) ->
             )
         )
     everywhere = dataclasses.replace(setting, weights="cpu")
-    with_host_weights = with_weights_on_host(profile, everywhere)
+    with_host_weights = put_weights_on_host(profile, everywhere)
     if with_host_weights is not None and setting.on_host is None:
         options.append(("weights on the host (weights='cpu')", with_host_weights, memory))
     if memory.host is not None:
@@ -704,17 +713,19 @@ def _levers(profile: Profile, seq_len: int, memory: Memory, setting: Setting) ->
     # the GPUs share the machine
     halved = dataclasses.replace(memory, host=None if memory.host is None else memory.host // 2)
     if setting.split:
-        doubled_ranks = {FIELDS[setting.split]: 2 * setting.ranks, "gpus": 2 * setting.gpus}
+        doubled_ranks = {SPLIT_FIELDS[setting.split]: 2 * setting.ranks, "gpus": 2 * setting.gpus}
         wider = dataclasses.replace(setting, **doubled_ranks)  # type: ignore[arg-type]
         with contextlib.suppress(UnsupportedModelError):
-            available(profile, wider)
+            available_methods(profile, wider)
             options.append((f"sequences over {wider.ranks} ranks", wider, halved))
     options.append((f"{more_gpus.gpus} GPUs with ZeRO-3", more_gpus, halved))
     options.append(
         ("GPUs with twice the memory", setting, dataclasses.replace(memory, gpu=2 * memory.gpu))
     )
     for change, candidate, budget in options:
-        methods = available(profile, candidate)
-        reached = max(longest(profile, m, budget, candidate).seq_len for m in methods if m.chunked)
+        methods = available_methods(profile, candidate)
+        reached = max(
+            longest_sequence(profile, m, budget, candidate).seq_len for m in methods if m.chunked
+        )
         if reached > 1.05 * seq_len:
             yield Lever(change, reached)

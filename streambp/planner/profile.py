@@ -8,7 +8,7 @@ Each phase of a step has
 
 bytes, with the coefficients of its law (`laws.py`); the peak is the largest phase. T and C are
 positions in each row of the batch on one rank, N the number of chunks, K other ranks' keys
-(`keys_held`). `gradients` are the bytes in `.grad` at the start of the phase, and `share` is the
+(`held_keys`). `gradients` are the bytes in `.grad` at the start of the phase, and `share` is the
 fraction of them on this rank (DESIGN.md section 6). Laws are counted at lengths of tens of
 thousands of tokens. Laws are an upper bound for shorter sequences, because outputs of attention
 kernels are at most as large as their block.
@@ -23,15 +23,15 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 from streambp.errors import ConfigError
 from streambp.fields import check_fields
-from streambp.model.split import BOTH
-from streambp.planner.host_weights import OnHost, gradients_here
-from streambp.planner.laws import Law, Part, features
+from streambp.model.split import TWO_SPLITS_ERROR
+from streambp.planner.host_weights import HostLayers, device_gradients
+from streambp.planner.laws import Law, PhaseLaws, features
 from streambp.planner.work import Work
-from streambp.sharded.gathered import GatheredShards
+from streambp.sharded.gathered_keys import GatheredShards
 from streambp.sharded.shards import Shards, heads_error
 
 ULYSSES, CONTEXT_PARALLEL = Shards.by, GatheredShards.by
-FIELDS = {ULYSSES: "ulysses", CONTEXT_PARALLEL: "context_parallel"}  # fields of `Setting`
+SPLIT_FIELDS = {ULYSSES: "ulysses", CONTEXT_PARALLEL: "context_parallel"}  # fields of `Setting`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Heads(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Split:
+class SequenceSplit:
     """The kind of sequence sharding of a counted step, and the bytes that ranks exchange in it.
 
     Attributes:
@@ -129,8 +129,8 @@ class Method:
     first: tuple[Phase, ...]
     accumulating: tuple[Phase, ...]
     host: Law
-    work: tuple[Part, ...]
-    split: Split | None = None
+    work: tuple[PhaseLaws, ...]
+    split: SequenceSplit | None = None
 
     @property
     def counts_chunks(self) -> bool:
@@ -142,7 +142,7 @@ class Method:
 
 
 @dataclasses.dataclass(frozen=True)
-class Group:
+class ParameterGroup:
     """Number and bytes of a model's dense parameters, or of the experts' parameters. The two kinds
     may have different numbers of replicas over the ranks.
 
@@ -202,7 +202,7 @@ class Profile:
         saves: bytes and FLOPs of the tensors that saves="auto" may save, from
             `layer_costs.counted_saves`; None: unknown.
         frozen: bytes that each layer's frozen weights take in host memory, if moved there.
-        decoded: bytes of one layer's dequantized 4-bit weights, as in `OnHost.decoded`.
+        decoded: bytes of one layer's dequantized 4-bit weights, as in `HostLayers.decoded`.
         trained: bytes that each layer's trained weights take in host memory, if moved there; 0 for
             layers with frozen weights.
         without_adapters: names of the layers' Linears that peft refuses to adapt.
@@ -213,7 +213,7 @@ class Profile:
     dtype: str
     layers: int
     batch_size: int
-    groups: tuple[Group, ...]
+    groups: tuple[ParameterGroup, ...]
     unsharded: int
     methods: tuple[Method, ...]
     tree: Node
@@ -285,14 +285,15 @@ class Setting:
     accumulate: bool = False
     room: float = 0.0
     weights: Literal["device", "cpu", "auto"] = "auto"
-    on_host: OnHost | None = None
+    on_host: HostLayers | None = None
 
     def __post_init__(self) -> None:
         ranks = dict.fromkeys(("gpus", "ulysses", "context_parallel", "expert_parallel"), 1)
         check_fields(self, **ranks, zero=0, optimizer=0, gradient_bytes=0, room=0)
         if self.ulysses > 1 and self.context_parallel > 1:
             raise ConfigError(
-                f"{BOTH} Choose one of both: ulysses is {self.ulysses}, context_parallel "
+                f"{TWO_SPLITS_ERROR} Choose one of both: ulysses is {self.ulysses}, "
+                "context_parallel "
                 f"{self.context_parallel}."
             )
         if self.gpus % self.ranks:
@@ -346,7 +347,7 @@ class Peak:
     phases: Mapping[str, float]
 
 
-def static(profile: Profile, setting: Setting) -> Peak:
+def bytes_between_steps(profile: Profile, setting: Setting) -> Peak:
     """Return the bytes on one rank between steps: weights, optimizer state and all gradients. The
     peak of a step is computed from these bytes. `phase` and `phases` of the result are empty.
 
@@ -402,7 +403,7 @@ def peak(profile: Profile, method: Method, seq_len: int, chunk_size: int, settin
     """
     if not method.chunked:
         setting = dataclasses.replace(setting, on_host=None)
-    between_steps = static(profile, setting)
+    between_steps = bytes_between_steps(profile, setting)
     born = sum(group.trainable_bytes for group in profile.groups)
     if setting.on_host is None:
         part = 0.0
@@ -417,7 +418,7 @@ def peak(profile: Profile, method: Method, seq_len: int, chunk_size: int, settin
         chunk = min(chunk_size, tokens)
     else:
         chunk = 0
-    step = features(tokens, chunk, keys_held(method.split, tokens, setting))
+    step = features(tokens, chunk, held_keys(method.split, tokens, setting))
     if setting.accumulate:
         present = between_steps.gradients
     else:
@@ -427,7 +428,7 @@ def peak(profile: Profile, method: Method, seq_len: int, chunk_size: int, settin
         phases = method.accumulating
     else:
         phases = method.first
-    gradients_by_phase = gradients_here(
+    gradients_by_phase = device_gradients(
         [(phase.name, phase.gradients) for phase in phases], setting.on_host
     )
     for phase, of_device in zip(phases, gradients_by_phase, strict=True):
@@ -485,7 +486,7 @@ def work(
     return {name: part._replace(dispatches=part.dispatches / ranks) for name, part in costs.items()}
 
 
-def keys_held(split: Split | None, tokens: float, setting: Setting) -> float:
+def held_keys(split: SequenceSplit | None, tokens: float, setting: Setting) -> float:
     """Return the amount of other ranks' keys on a rank with a shard of `tokens` tokens, in tokens
     times copies or heads. A phase has a constant number of bytes for each unit.
 
@@ -504,7 +505,7 @@ def keys_held(split: Split | None, tokens: float, setting: Setting) -> float:
     return max(full_length, gathered)
 
 
-def available(profile: Profile, setting: Setting) -> tuple[Method, ...]:
+def available_methods(profile: Profile, setting: Setting) -> tuple[Method, ...]:
     """Return the counted methods that the ranks of this setting can run: streamed methods with the
     setting's kind of sequence sharding, and unpatched methods.
 
@@ -568,7 +569,7 @@ def from_json(data: Mapping[str, Any]) -> Profile:
         """Return the `Node` from a dict, with its children."""
         return Node(**{**value, "children": tuple(node(child) for child in value["children"])})
 
-    groups = tuple(Group(**group) for group in data["groups"])
+    groups = tuple(ParameterGroup(**group) for group in data["groups"])
     methods = tuple(map(method_from_json, data["methods"]))
     lists = {}
     for name in ("left_out", "frozen", "trained", "without_adapters", "assumed"):
@@ -593,9 +594,11 @@ def method_from_json(value: Mapping[str, Any]) -> Method:
     parts = []
     for entry in value["work"]:
         laws = tuple(itertools.starmap(Law, entry["laws"]))
-        parts.append(Part(entry["name"], laws, entry["k_block"]))
+        parts.append(PhaseLaws(entry["name"], laws, entry["k_block"]))
     split = value.get("split")
-    split = split and Split(**{**split, "heads": tuple(itertools.starmap(Heads, split["heads"]))})
+    split = split and SequenceSplit(
+        **{**split, "heads": tuple(itertools.starmap(Heads, split["heads"]))}
+    )
     fields = {
         "saves": tuple(value["saves"]),
         "host": Law(*value["host"]),

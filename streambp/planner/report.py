@@ -10,32 +10,32 @@ import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TextIO
 
-from streambp.model.record import UNPATCHED, Saved
+from streambp.model.record import OUTCOME_UNPATCHED, SavedTensors
 from streambp.offload.costs import GRAPH
-from streambp.planner.both_rooms import BothRooms
-from streambp.planner.default import ByDefault
-from streambp.planner.host_weights import SLOTS
-from streambp.planner.launch_commands import doors, doors_of, python
-from streambp.planner.measure import Compared
-from streambp.planner.plan import SLOWER, Choice, Plan
+from streambp.planner.auto_offload import AutoOffloadStep
+from streambp.planner.default_step import DefaultStep
+from streambp.planner.host_weights import WEIGHT_SLOTS
+from streambp.planner.launch_commands import config_code, launcher_settings, launcher_settings_of
+from streambp.planner.measure import PhaseComparison
+from streambp.planner.plan import ALLOWED_SLOWDOWN, Choice, Plan
 from streambp.planner.profile import Node, Profile, Setting
 from streambp.planner.seconds import throughput
-from streambp.planner.suggestions import MOST_GPUS, Remedy, seconds_of, too_large
+from streambp.planner.suggestions import MAX_GPUS, Remedy, excess_text, seconds_of
 from streambp.rates import Rates
 
 GIB = 2**30
-BAR = 40
-PINNING = 0.5  # seconds to pin a GiB of host memory
-BY_DEFAULT = 'streambp.patch(model) alone (saves="auto")'
+BAR_COLUMNS = 40
+PINNING_SECONDS_PER_GIB = 0.5  # seconds to pin a GiB of host memory
+DEFAULT_PATCH_TEXT = 'streambp.patch(model) alone (saves="auto")'
 NAMED_SAVES = ("attn_out", "kv", GRAPH)  # saved tensors other than outputs of Linears
-CODE = "StreamConfig("
-LONG = 120  # columns of a paragraph without a terminal
-WHOLE = 1.9  # bytes of a parameter, above which it has not been quantized
-NARROW = 60  # minimal number of columns; narrower terminals get lines of this width
+CONFIG_CODE_START = "StreamConfig("
+PARAGRAPH_COLUMNS = 120  # columns of a paragraph without a terminal
+MIN_UNQUANTIZED_BYTES = 1.9  # bytes of a parameter, above which it has not been quantized
+MIN_TERMINAL_COLUMNS = 60  # minimal number of columns; narrower terminals get lines of this width
 # numbers of table columns to try for narrow terminals, without the column of limits
-PANES = (5, 4, 3, 2)
+COLUMNS_PER_PANE = (5, 4, 3, 2)
 # Explanation of the methods' names.
-NAMES = (
+METHOD_NAMES_NOTE = (
     "plain: unpatched. checkpointing: gradient checkpointing. saves: tensors that backward need "
     "not recompute. offload: layer inputs and saves wait in host memory. keys on the host: keys "
     "and values too."
@@ -55,7 +55,7 @@ def plan_table(
         notes: more lines, for the part before the chosen settings.
     """
     if width is not None:
-        width = max(width, NARROW)
+        width = max(width, MIN_TERMINAL_COLUMNS)
     if plan.memory.host is None:
         host = "no limit"
     else:
@@ -64,15 +64,15 @@ def plan_table(
     lines = [headline(plan.profile, plan.setting), f"Each GPU: {gpu}; host memory for each: {host}"]
     lines += [*_notes(plan.profile), *notes]
     lines.append("")
-    lines = folded([*lines, *_choice(plan)], width)
+    lines = fold_lines([*lines, *_choice(plan)], width)
     if not any(row.seq_len for row in plan.longest):
         return "\n".join(lines)  # rows of zeros would be useless
     if plan.choice is not None:
         lines += ["", "The same settings elsewhere:"]
         if plan.default_wins:
-            ways = doors_of({}, plan.setting, False)
+            ways = launcher_settings_of({}, plan.setting, False)
         else:
-            ways = doors(plan.choice, plan.setting)
+            ways = launcher_settings(plan.choice, plan.setting)
         lines += [f"  {door:<10}{text}" for door, text in ways.items()]
     rows = [("longest sequence", "tokens", f"{plan.seq_len:,} tokens: GiB", "seconds", "tokens/s")]
     times = {timed.method: timed for timed in plan.times if timed.fits}
@@ -87,22 +87,22 @@ def plan_table(
     table = []
     for line, binds in zip(columns(rows), stopped, strict=True):
         table.append(f"{line}  {binds}")
-    for pane in PANES:
+    for pane in COLUMNS_PER_PANE:
         if width is not None and max(map(len, table)) > width:
             table = columns([row[:pane] for row in rows])
     table += [f"not counted: {reason}" for reason in plan.profile.left_out]
-    lines += ["", *table, *folded([NAMES], width or LONG)]
+    lines += ["", *table, *fold_lines([METHOD_NAMES_NOTE], width or PARAGRAPH_COLUMNS)]
     if plan.choice is not None:
         title = (
             f"Phases of the step ({plan.choice.method}, chunks of {plan.choice.chunk_size:,}), GiB "
             "on each GPU:"
         )
-        lines += ["", *folded([title], width)]
+        lines += ["", *fold_lines([title], width)]
         peak = plan.choice.peak
         if width is None:
-            long = BAR
+            long = BAR_COLUMNS
         else:
-            long = min(BAR, width - 40)
+            long = min(BAR_COLUMNS, width - 40)
         wide = max(len(phase_text(name)) for name in peak.phases)
         # the limit is marked, and bytes beyond the limit have another shade
         for name, total in peak.phases.items():
@@ -145,7 +145,10 @@ def _notes(profile: Profile) -> list[str]:
         sizes[group.name] = (frozen, stored, stored / max(1, frozen))
     no_parameters = (0, 0, 0.0)
     experts = sizes.get("expert", no_parameters)
-    if experts[2] > WHOLE and 0 < sizes.get("dense", no_parameters)[2] <= WHOLE:
+    if (
+        experts[2] > MIN_UNQUANTIZED_BYTES
+        and 0 < sizes.get("dense", no_parameters)[2] <= MIN_UNQUANTIZED_BYTES
+    ):
         lines.append(
             f"{_count(experts[0])} parameters of experts stay in {profile.dtype}, "
             f"{experts[1] / GIB:.1f} GiB: bitsandbytes quantizes Linears, and these experts are none"
@@ -184,7 +187,7 @@ def _choice(plan: Plan) -> list[str]:
     settings, and what runs out first for longer sequences. If no step fits, the first line says so.
     """
     if plan.choice is None:
-        reason = too_large(plan)
+        reason = excess_text(plan)
         lines = [
             (f"{plan.seq_len:,} tokens do not fit" if plan.seq_len else "Not even one token fits")
             + (f": {reason}." if reason is not None else ".")
@@ -193,9 +196,9 @@ def _choice(plan: Plan) -> list[str]:
         lines = [f"{plan.seq_len:,} tokens: streambp.patch(model)"]
         lines.append(_default_line(plan, plan.by_default))
         lines.append("  With every setting fixed it is slower:")
-        lines += [f"  {line}" for line in _chosen(plan, plan.choice)]
+        lines += [f"  {line}" for line in _chosen_lines(plan, plan.choice)]
     else:
-        lines = _chosen(plan, plan.choice)
+        lines = _chosen_lines(plan, plan.choice)
     if plan.by_default is not None and not plan.default_wins:
         lines.append(_default_line(plan, plan.by_default))
     if plan.both_rooms_win and plan.both_rooms is not None:
@@ -214,15 +217,15 @@ def _choice(plan: Plan) -> list[str]:
     return lines
 
 
-def _default_line(plan: Plan, default: ByDefault) -> str:
+def _default_line(plan: Plan, default: DefaultStep) -> str:
     """Return a line of the plan's text with the prediction for `patch(model)` without settings:
     chunk size, saved tensors, peak and seconds."""
     how = f"chunks of {default.chunk_size:,}"
     if not plan.default_wins:
-        how = f"{BY_DEFAULT}: {how}"
+        how = f"{DEFAULT_PATCH_TEXT}: {how}"
     if not default.fits:
         return f"  {how}, {default.peak / GIB:.1f} GiB: does not fit"
-    if default.way == UNPATCHED:
+    if default.way == OUTCOME_UNPATCHED:
         how += ", runs unpatched"
     else:
         how += f", saves {_saved_text(default.saved)}"
@@ -232,10 +235,10 @@ def _default_line(plan: Plan, default: ByDefault) -> str:
     return f"  {how}; peak {default.peak / GIB:.1f} GiB, {duration(default.seconds)} a step{on}"
 
 
-def _both_rooms_lines(both_rooms: BothRooms) -> list[str]:
+def _both_rooms_lines(both_rooms: AutoOffloadStep) -> list[str]:
     """Return lines of the plan's text with the prediction for offload="auto", which saves tensors
     on the host and on the device."""
-    pinning = duration(both_rooms.leaving / GIB * PINNING)
+    pinning = duration(both_rooms.leaving / GIB * PINNING_SECONDS_PER_GIB)
     names = _saved_text(both_rooms.saved)
     return [
         f'  Faster: StreamConfig(chunk_size={both_rooms.chunk_size}, offload="auto"): saves '
@@ -246,7 +249,7 @@ def _both_rooms_lines(both_rooms: BothRooms) -> list[str]:
     ]
 
 
-def _saved_text(all_saved: Sequence[Saved]) -> str:
+def _saved_text(all_saved: Sequence[SavedTensors]) -> str:
     """Return text about the tensors that layers save in a step, such as "kv of 36 layers, 4 Linears
     of up to 20 layers"; "nothing" if there are none."""
     savings = []
@@ -260,7 +263,7 @@ def _saved_text(all_saved: Sequence[Saved]) -> str:
     return ", ".join(savings) or "nothing"
 
 
-def default_table(predicted: ByDefault, measured: ByDefault | None) -> str:
+def default_table(predicted: DefaultStep, measured: DefaultStep | None) -> str:
     """Return a table that compares prediction and measurement for `streambp.patch(model)` without
     settings. `measured` is None if the device ran out of memory."""
     steps = [predicted]
@@ -286,7 +289,7 @@ def default_table(predicted: ByDefault, measured: ByDefault | None) -> str:
     if measured is None:
         for index in range(1, len(cells)):
             cells[index] += ("out of memory",)
-    return "\n".join([f"{BY_DEFAULT}, MiB", "", *columns(cells)])
+    return "\n".join([f"{DEFAULT_PATCH_TEXT}, MiB", "", *columns(cells)])
 
 
 def remedies_table(plan: Plan, remedies: Sequence[Remedy], commands: Sequence[str]) -> list[str]:
@@ -307,7 +310,7 @@ def remedies_table(plan: Plan, remedies: Sequence[Remedy], commands: Sequence[st
         spent = seconds_of(remedy.plan)
         if plan.choice is None:
             kind = "Commands that fit:"
-        elif spent <= (1 - SLOWER) * own_seconds:
+        elif spent <= (1 - ALLOWED_SLOWDOWN) * own_seconds:
             kind = "Faster:"
         else:
             kind = "Beside it:"
@@ -328,12 +331,12 @@ def remedies_table(plan: Plan, remedies: Sequence[Remedy], commands: Sequence[st
         lines += [
             "",
             "Nothing that was tried fits: LoRA on 4-bit weights, weights and optimizer state on "
-            f"the host, {MOST_GPUS} GPUs. Take GPUs with more memory (--gpu-memory).",
+            f"the host, {MAX_GPUS} GPUs. Take GPUs with more memory (--gpu-memory).",
         ]
     return lines
 
 
-def _chosen(plan: Plan, choice: Choice) -> list[str]:
+def _chosen_lines(plan: Plan, choice: Choice) -> list[str]:
     """Return lines of the plan's text about the chosen step: settings, bytes, seconds and where
     they go, weights on the host, and similarly fast settings."""
     peak = choice.peak
@@ -341,7 +344,7 @@ def _chosen(plan: Plan, choice: Choice) -> list[str]:
     on_host = choice.on_host
     safest = plan.safest
     lines = [
-        f"{choice.seq_len:,} tokens: {python(choice)}",
+        f"{choice.seq_len:,} tokens: {config_code(choice)}",
         f"  peak {peak.total / GIB:.1f} GiB in {phase_text(peak.phase)}, {peak.host / GIB:.1f} "
         f"GiB of host memory, {choice.flops / 1e15:.1f} PFLOP",
     ]
@@ -372,8 +375,9 @@ def _chosen(plan: Plan, choice: Choice) -> list[str]:
         )
         lines.append(
             f"  weights of the first {on_host.layers} of {on_host.of} layers on the host: "
-            f"{on_host.bytes / GIB:.1f} GiB there, {SLOTS * on_host.largest / GIB:.1f} GiB for two "
-            f"layers on the GPU; {hidden}" + (gradients if on_host.trained else "")
+            f"{on_host.bytes / GIB:.1f} GiB there, {WEIGHT_SLOTS * on_host.largest / GIB:.1f} GiB "
+            "for "
+            f"two layers on the GPU; {hidden}" + (gradients if on_host.trained else "")
         )
     if plan.setting.split:
         ranks = plan.setting.ranks
@@ -392,7 +396,7 @@ def _chosen(plan: Plan, choice: Choice) -> list[str]:
     if safest is not None and safest.peak.total <= 0.95 * peak.total:
         seconds_text = duration(safest.seconds.total)
         lines.append(
-            f"  safest, {safest.peak.total / GIB:.1f} GiB in {seconds_text}: {python(safest)}"
+            f"  safest, {safest.peak.total / GIB:.1f} GiB in {seconds_text}: {config_code(safest)}"
         )
     return lines
 
@@ -428,12 +432,12 @@ def phase_text(name: str) -> str:
     return name
 
 
-def folded(lines: Sequence[str], width: int | None) -> list[str]:
+def fold_lines(lines: Sequence[str], width: int | None) -> list[str]:
     """Return lines of text wrapped to the terminal's width, with indentation; lines with code stay
     unwrapped."""
     wrapped: list[str] = []
     for line in lines:
-        if width is None or len(line) <= width or CODE in line:
+        if width is None or len(line) <= width or CONFIG_CODE_START in line:
             wrapped.append(line)
         else:
             under = " " * (len(line) - len(line.lstrip()) + 2)
@@ -496,9 +500,10 @@ def progress(stream: TextIO, doing: str) -> Iterator[Callable[[str, float], None
             fraction: finished fraction of the work.
         """
         if stream.isatty():
-            full = round(BAR * fraction)
+            full = round(BAR_COLUMNS * fraction)
             stream.write(
-                f"\r\033[K{'█' * full}{'░' * (BAR - full)} {100 * fraction:3.0f} % {doing} {text}"
+                f"\r\033[K{'█' * full}{'░' * (BAR_COLUMNS - full)} "
+                f"{100 * fraction:3.0f} % {doing} {text}"
             )
             stream.flush()
 
@@ -510,7 +515,7 @@ def progress(stream: TextIO, doing: str) -> Iterator[Callable[[str, float], None
             stream.flush()
 
 
-def comparison_table(rows: Sequence[Compared], seq_len: int, chunk_size: int) -> str:
+def comparison_table(rows: Sequence[PhaseComparison], seq_len: int, chunk_size: int) -> str:
     """Return a table of predicted and measured peak MiB of each phase, and of the largest peak,
     with the difference in percent.
 
@@ -527,7 +532,7 @@ def comparison_table(rows: Sequence[Compared], seq_len: int, chunk_size: int) ->
     predicted = max(row.predicted for row in rows)
     measured = max(row.measured for row in rows)
     cells = [("phase", "predicted", "measured", "difference")]
-    for row in (*rows, Compared("peak", predicted, measured)):
+    for row in (*rows, PhaseComparison("peak", predicted, measured)):
         if row.measured:
             difference = f"{100 * (row.predicted / row.measured - 1):+.2f} %"
         else:

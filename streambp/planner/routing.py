@@ -22,7 +22,7 @@ from torch import Tensor
 from streambp.planner.work import aten
 
 TOP_K = aten.topk.default
-LOOKED_AT = frozenset({aten.nonzero.default, aten._to_copy.default})
+VALUE_READERS = frozenset({aten.nonzero.default, aten._to_copy.default})
 
 
 def answer(

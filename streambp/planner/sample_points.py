@@ -6,9 +6,9 @@ from __future__ import annotations
 from streambp.attention.kernels import K_BLOCK, MATH
 from streambp.planner.laws import Point
 
-CHUNKS = (4096, 8192)  # chunk sizes for streamed steps, whose lines hold for any length
+SAMPLE_CHUNKS = (4096, 8192)  # chunk sizes for streamed steps, whose lines hold for any length
 # chunk sizes for attention by plain matrix products, whose tiles are small and many
-TILED_CHUNKS = (1024, 2048)
+TILED_SAMPLE_CHUNKS = (1024, 2048)
 
 
 def points_for(
@@ -31,7 +31,7 @@ def points_for(
         states: True for layers with recurrent states.
         tiles: True if K and V come from the host in tiles, one for each chunk.
     """
-    small, large = CHUNKS if fused else TILED_CHUNKS
+    small, large = SAMPLE_CHUNKS if fused else TILED_SAMPLE_CHUNKS
     if fused:
         k_block = K_BLOCK
     else:

@@ -16,7 +16,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from streambp.planner.exchanges import exchange_seconds
-from streambp.planner.host_weights import MOST_TOKENS, MOVED, with_copies
+from streambp.planner.host_weights import HOST_WEIGHTS_SUFFIX, MAX_TOKENS, add_copies
 from streambp.planner.profile import Method, Setting, work
 from streambp.planner.work import Work
 from streambp.rates import Rates
@@ -68,7 +68,7 @@ def seconds(
     else:
         on_host = None
     without_exchange = seconds_of(
-        with_copies(work(method, seq_len, chunk_size, setting), on_host), rates, ranks
+        add_copies(work(method, seq_len, chunk_size, setting), on_host), rates, ranks
     )
     exchange = exchange_seconds(method, seq_len, setting, rates, without_exchange.attention)
     return dataclasses.replace(
@@ -115,7 +115,9 @@ def kernels(part: Work, rates: Rates, ranks: int = 1) -> tuple[float, float, flo
     )
 
 
-def hides_from(method: Method, chunk_size: int, rates: Rates, setting: Setting) -> int | None:
+def min_hiding_length(
+    method: Method, chunk_size: int, rates: Rates, setting: Setting
+) -> int | None:
     """Return the smallest number of positions of a row at which copies of weights from the host
     take no extra time, because the layers' kernels take longer. None if the copies take longer at
     every length up to 2^24 positions.
@@ -129,20 +131,18 @@ def hides_from(method: Method, chunk_size: int, rates: Rates, setting: Setting) 
 
     def is_hidden(seq_len: int) -> bool:
         """True if copies of weights take no extra time in rows of `seq_len` positions."""
-        step = with_copies(
-            work(method, seq_len, min(chunk_size, seq_len), setting), setting.on_host
-        )
+        step = add_copies(work(method, seq_len, min(chunk_size, seq_len), setting), setting.on_host)
         for name, part in step.items():
-            if name.endswith(MOVED):
+            if name.endswith(HOST_WEIGHTS_SUFFIX):
                 computing = max(sum(kernels(part, rates)), part.dispatches * rates.dispatch)
                 if part.from_host / rates.link > computing:
                     return False
         return True
 
-    if not is_hidden(MOST_TOKENS):
+    if not is_hidden(MAX_TOKENS):
         return None
     low = 1
-    high = MOST_TOKENS
+    high = MAX_TOKENS
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if is_hidden(middle) else (middle + 1, high)

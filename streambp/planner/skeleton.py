@@ -26,7 +26,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 from transformers.utils import TRANSFORMERS_DYNAMIC_MODULE_NAME
 
-from streambp.admission.generators import leaving_no_trace
+from streambp.admission.generators import restore_module_state
 from streambp.admission.stacks import (
     bare_layers,
     find_stacks,
@@ -37,20 +37,20 @@ from streambp.device import RandomState
 from streambp.distributed.engines import drops_masks, full_shape, is_partitioned
 from streambp.errors import ConfigError, StreamBPError
 from streambp.instance_forward import InstanceForward, forwards, is_fsdp_unit
-from streambp.known_names import COMPOSABLE_STATE, HOOKS, MODULE_HOOKS
-from streambp.model.deferring import own_heads
+from streambp.known_names import COMPOSABLE_STATE, HOOK_TABLE_SUFFIX, MODULE_HOOKS
+from streambp.model.head_deferral import restore_heads
 from streambp.model.packed_adapters import activate_packed
 from streambp.model.patching import unpatch
-from streambp.offload.decoded import CountedPackedLinear
+from streambp.offload.decoded_weights import CountedPackedLinear
 from streambp.offload.ranges import bytes_on_host
-from streambp.planner.adapters import with_adapters
+from streambp.planner.adapters import add_adapters
 from streambp.planner.configuration import build, read_config
-from streambp.planner.count import Replayed
+from streambp.planner.count import KernelReplay
 from streambp.planner.fused_layers import Kernels, fuse_layers, fused_rotary, fusion
 from streambp.planner.kernels import no_launches
 from streambp.planner.laws import Encoder
 from streambp.planner.mask_rules import masks_from_positions
-from streambp.planner.mixers import Mixers, standing_in
+from streambp.planner.mixers import Mixers, replace_mixers
 from streambp.planner.model_class import (
     build_as,
     check_encoder_len,
@@ -60,9 +60,9 @@ from streambp.planner.model_class import (
     refuse_biases,
 )
 from streambp.planner.packed_weights import (
-    FOUR_BITS,
-    STANDS_FOR,
-    STORED,
+    FOUR_BIT_BYTES,
+    PARAMETER_COUNT_ATTRIBUTE,
+    STORED_BYTES_ATTRIBUTE,
     decoded_size,
     inner_bytes,
     pack_experts,
@@ -73,10 +73,10 @@ from streambp.planner.step import fused_sdpa
 from streambp.tensors import replace_attribute
 
 Device = Literal["cuda", "cpu"]
-INNER = 2
+INNER_LAYERS = 2
 # Config field of models in which each layer also gets a slice of one tensor [B, T, layers, size],
 # which the backbone makes for all layers at once. The backbone needs the full number of layers.
-INPUTS_BY_LAYER = "hidden_size_per_layer_input"
+INPUTS_BY_LAYER_FIELD = "hidden_size_per_layer_input"
 Source: TypeAlias = str | Path | PreTrainedConfig | nn.Module
 
 
@@ -149,7 +149,7 @@ class Skeleton:
                     lambda config: build_as(config, **options),
                 )
             if lora is not None:
-                self.model, self.without_adapters = with_adapters(self.model, lora, lora_targets)
+                self.model, self.without_adapters = add_adapters(self.model, lora, lora_targets)
             if bits != 16:
                 _quantise(self.model, bits)
         activate_packed(self.model, stays=True)
@@ -197,8 +197,8 @@ class Skeleton:
         """
         with (
             self.active(),
-            leaving_no_trace(self.model),
-            standing_in(self.model, self.mixers),
+            restore_module_state(self.model),
+            replace_mixers(self.model, self.mixers),
             masks_from_positions(),
             self._fused_elsewhere(),
             fused_rotary(self.model, self.fused),
@@ -279,7 +279,8 @@ class Skeleton:
                     sizes.append(2 * parameters_of(part.weight))
             decoded.append(sum(sizes) - max(sizes, default=0))
         subclasses = any(
-            hasattr(parameter, STORED) and not hasattr(parameter, STANDS_FOR)
+            hasattr(parameter, STORED_BYTES_ATTRIBUTE)
+            and not hasattr(parameter, PARAMETER_COUNT_ATTRIBUTE)
             for parameter in self.model.parameters()
         )
         if self.bits == 8 or subclasses:
@@ -307,7 +308,7 @@ class Skeleton:
             self._reduced = reduced_layers(model)
             memo |= {id(layer): nn.Identity() for layer in self._reduced.left_out(model)}
         device = torch.device("cpu" if self.mode is not None else "meta")
-        with own_heads(model):
+        with restore_heads(model):
             modules = list(model.modules())
         for module in modules:
             for tensor in (
@@ -327,17 +328,17 @@ class Skeleton:
                 memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if parameter else empty
                 stored = None if is_partitioned(tensor) else inner_bytes(tensor)
                 if stored is not None:
-                    setattr(memo[id(tensor)], STORED, stored)
+                    setattr(memo[id(tensor)], STORED_BYTES_ATTRIBUTE, stored)
             if isinstance(module, ParametrizationList):
                 _note_packed(module, memo, device)
         for module in modules:
             for name, table in vars(module).items():
-                if name.endswith(HOOKS) and isinstance(table, dict):
+                if name.endswith(HOOK_TABLE_SUFFIX) and isinstance(table, dict):
                     # share hooks, those of state dicts too, instead of copying their contents
                     memo |= {id(hook): hook for hook in table.values()}
                 if name.startswith(COMPOSABLE_STATE):
                     memo[id(table)] = {}
-        with own_heads(model), _unsharded_classes(model):
+        with restore_heads(model), _unsharded_classes(model):
             copied = unpatch(copy.deepcopy(model, memo))
         for module in copied.modules():
             for wrapper in list(forwards(module)):
@@ -370,8 +371,8 @@ def _note_packed(weights: ParametrizationList, memo: dict[int, Any], device: tor
     for tensor in statistics_of(weights):
         total += tensor.nbytes
         memo[id(tensor)] = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-    setattr(copy_of_packed, STORED, total)
-    setattr(copy_of_packed, STANDS_FOR, decoded_size(weights) or packed.numel())
+    setattr(copy_of_packed, STORED_BYTES_ATTRIBUTE, total)
+    setattr(copy_of_packed, PARAMETER_COUNT_ATTRIBUTE, decoded_size(weights) or packed.numel())
 
 
 def _autocast(device_type: str, *args: Any, _autocast: Any = torch.autocast, **kwargs: Any) -> Any:
@@ -439,7 +440,7 @@ class QuantisedLinear(nn.Module):
         self.weight = nn.Parameter(
             torch.empty(size, dtype=torch.uint8, device=device), requires_grad=False
         )
-        setattr(self.weight, STANDS_FOR, linear.weight.numel())
+        setattr(self.weight, PARAMETER_COUNT_ATTRIBUTE, linear.weight.numel())
         self.register_parameter("bias", linear.bias)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -459,7 +460,7 @@ class FourBitLinear(QuantisedLinear, CountedPackedLinear):
     """
 
     def __init__(self, linear: nn.Linear) -> None:
-        super().__init__(linear, FOUR_BITS)
+        super().__init__(linear, FOUR_BIT_BYTES)
         self.compute_dtype = linear.weight.dtype
 
     def decoded(self) -> Tensor:
@@ -483,7 +484,7 @@ def _dequantised_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
 
 
 # x [..., in] -> [..., out] through a temporary weight [out, in], here and in backward.
-dequantised = functools.partial(Replayed.apply, _dequantised, _dequantised_backward)
+dequantised = functools.partial(KernelReplay.apply, _dequantised, _dequantised_backward)
 
 
 def _quantise(model: nn.Module, bits: int) -> None:
@@ -529,7 +530,7 @@ class ShrunkModel:
     backbone: str
     layers: str
 
-    def stand_in(self, index: int) -> int:
+    def representative(self, index: int) -> int:
         """Return the position in `layer_indices` of the layer that represents layer `index` of the
         full model, and has the same costs."""
         if index in self.layer_indices:
@@ -577,7 +578,7 @@ class ShrunkModel:
             for field, answer in answers.items():
                 constant[field] = property(functools.partial(_constant, answer))
             config.__class__ = type(type(config).__name__, (type(config),), constant)
-        if not getattr(config, INPUTS_BY_LAYER, 0):
+        if not getattr(config, INPUTS_BY_LAYER_FIELD, 0):
             config.num_hidden_layers = len(self.layer_indices)
 
 
@@ -610,7 +611,7 @@ def reduced_layers(model: nn.Module) -> ShrunkModel:
     one_kind = len(set(kinds)) == 1 and all(
         states_argument(layer) is None for layer in stack.layers
     )
-    layers_per_kind = 1 if one_kind else INNER
+    layers_per_kind = 1 if one_kind else INNER_LAYERS
     inner = []
     for index in range(1, depth - 1):
         if kinds[1:index].count(kinds[index]) < layers_per_kind:

@@ -5,7 +5,7 @@ gradients of other ranks' tokens. Context parallelism holds a group of kv heads 
 Ulysses holds the bytes of an unsharded step, times P / H_kv for more ranks than kv heads. A count
 therefore separates these storages from all others. Different amounts of key bytes are few, and each
 amount is recorded with the maximum of all other bytes at the same time. Such a pair becomes one
-`Phase`, whose coefficient `law.keys` is the key bytes for each of `profile.keys_held`.
+`Phase`, whose coefficient `law.keys` is the key bytes for each of `profile.held_keys`.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from streambp.attention.kv import KVBuffer
 from streambp.attention.spans import Spans
 from streambp.known_names import GATHER
 from streambp.model import wrappers
-from streambp.planner.compose import Counted
+from streambp.planner.compose import PhaseMemory
 from streambp.planner.count import CachedCall, StepCount, one_kernel, running_counts
-from streambp.planner.profile import ULYSSES, Heads, Setting, Split, keys_held
+from streambp.planner.profile import ULYSSES, Heads, SequenceSplit, Setting, held_keys
 from streambp.planner.work import tensors
-from streambp.sharded import gathered
-from streambp.sharded.gathered import GatheredShards
+from streambp.sharded import gathered_keys
+from streambp.sharded.gathered_keys import GatheredShards
 from streambp.sharded.shards import Keys, Shards
 
-TRADED, TRADED_KEYS, GATHERED, SUMMED, MOVED = range(5)
-SMALL = 256  # bytes; smaller tensors are indices and no keys
+TRADED_INDEX, TRADED_KEYS_INDEX, GATHERED_INDEX, SUMMED_INDEX, MOVED_INDEX = range(5)
+MIN_KEY_BYTES = 256  # bytes; smaller tensors are indices and no keys
 
 
 class SplitCount(StepCount):
@@ -63,7 +63,7 @@ class SplitCount(StepCount):
         self.max_other_bytes = {self._keys: self.live - self._keys}
 
     def _track(self, storage: torch.UntypedStorage) -> None:
-        if self._marking and storage.nbytes() > SMALL:
+        if self._marking and storage.nbytes() > MIN_KEY_BYTES:
             self._sizes[storage._cdata] = storage.nbytes()
             self._keys += storage.nbytes()
         super()._track(storage)
@@ -71,14 +71,14 @@ class SplitCount(StepCount):
 
     def _count(self, operation: CachedCall) -> None:
         if self._marking and not self._kernel_depth:
-            self.links[MOVED] += operation.work.traffic
+            self.links[MOVED_INDEX] += operation.work.traffic
             self.add(operation.work._replace(traffic=0.0))
         else:
             super()._count(operation)
 
-    def _gone(self, key: int, _: Any) -> None:
+    def _subtract_freed(self, key: int, _: Any) -> None:
         self._keys -= self._sizes.pop(key, 0)
-        super()._gone(key, _)
+        super()._subtract_freed(key, _)
 
     def _workspace(self, func: Any, args: Any) -> None:
         previous = self.peak
@@ -114,7 +114,7 @@ def _exchange(shards: Shards, parts: Tensor) -> Tensor:
     sharded sequences is counted. Return a tensor without data like the received parts [P, ...]."""
     sent = parts.contiguous()
     for count in running_counts(SplitCount):
-        count.links[TRADED_KEYS if count._marking else TRADED] += sent.nbytes
+        count.links[TRADED_KEYS_INDEX if count._marking else TRADED_INDEX] += sent.nbytes
     with one_kernel(0):
         return torch.empty_like(sent)
 
@@ -131,13 +131,13 @@ def _collective(names: tuple[str, ...]) -> Callable[..., SimpleNamespace]:
         storage = received.untyped_storage()
         for count in running_counts(SplitCount):
             if names == GATHER:
-                count.links[GATHERED] += received.nbytes
+                count.links[GATHERED_INDEX] += received.nbytes
                 # counts as keys from now on
                 if storage._cdata in count._alive and storage._cdata not in count._sizes:
                     count._sizes[storage._cdata] = storage.nbytes()
                     count._keys += storage.nbytes()
             else:
-                count.links[SUMMED] += sent.nbytes
+                count.links[SUMMED_INDEX] += sent.nbytes
         return SimpleNamespace(wait=lambda: None)
 
     return run
@@ -177,7 +177,7 @@ def split_over(
         and values."""
         if head_counts is not None:
             k, v = parts
-            head_counts.add(Heads(heads, k.shape[1], gathered.bytes_of_a_head(k, v, 1)))
+            head_counts.add(Heads(heads, k.shape[1], gathered_keys.bytes_of_a_head(k, v, 1)))
         return start(self, parts, heads)
 
     def own_gradient(self: Any, *arguments: Any) -> list[Tensor]:
@@ -192,16 +192,16 @@ def split_over(
     replacements = [
         (wrappers, "is_initialized", lambda: True),
         (wrappers, "shards_of", lambda *_: shards),
-        (gathered, "collective", _collective),
-        (kind, "everyones", lambda self, mine: [mine] * self.size),
+        (gathered_keys, "collective", _collective),
+        (kind, "gather_numbers", lambda self, mine: [mine] * self.size),
         (kind, "start_keys", start_keys),
-        (KVBuffer, "of", _keys_allocated()(KVBuffer.of)),
+        (KVBuffer, "from_tensors", _keys_allocated()(KVBuffer.from_tensors)),
         (KVBuffer, "grow_accumulators", _keys_allocated()(KVBuffer.grow_accumulators)),
     ]
     if by == ULYSSES:
         replacements += [(kind, "own_gradient", own_gradient), (kind, "exchange", _exchange)]
     else:
-        methods = "in_order", "by_rank"
+        methods = "to_sequence_order", "to_rank_parts"
         replacements += [(kind, name, _keys_allocated()(getattr(kind, name))) for name in methods]
     with contextlib.ExitStack() as stack:
         for owner, name, stand_in in replacements:
@@ -216,9 +216,9 @@ def split_of(
     ranks: int,
     tokens: int,
     saves: Sequence[str],
-) -> Split:
-    """Return the bytes that ranks exchange in a step for each token (`Split`), computed from the
-    exchanges of one counted step.
+) -> SequenceSplit:
+    """Return the bytes that ranks exchange in a step for each token (`SequenceSplit`), computed
+    from the exchanges of one counted step.
 
     Args:
         by: kind of sequence sharding.
@@ -229,21 +229,25 @@ def split_of(
         saves: names of the tensors that layers save, as in `StreamConfig.saves`.
     """
     full_tokens = ranks * tokens
-    repeats = Split(by, tuple(heads)).repeats(ranks)
-    gathers = links[GATHERED] / full_tokens
-    return Split(
-        by, tuple(heads), links[TRADED] / tokens, links[TRADED_KEYS] / tokens / repeats, gathers,
-        gathers if "attn_out" in saves else gathers * 2 / 3, links[SUMMED] / full_tokens,
-        links[MOVED] / (tokens * repeats if by == ULYSSES else full_tokens),
+    repeats = SequenceSplit(by, tuple(heads)).repeats(ranks)
+    gathers = links[GATHERED_INDEX] / full_tokens
+    return SequenceSplit(
+        by, tuple(heads), links[TRADED_INDEX] / tokens, links[TRADED_KEYS_INDEX] / tokens / repeats,
+        gathers, gathers if "attn_out" in saves else gathers * 2 / 3,
+        links[SUMMED_INDEX] / full_tokens,
+        links[MOVED_INDEX] / (tokens * repeats if by == ULYSSES else full_tokens),
     )  # fmt: skip
 
 
 def lines_of_keys(
-    phases: Sequence[Sequence[Counted]], split: Split, lengths: Sequence[int], ranks: int
-) -> list[list[Counted]]:
-    """Return each count's phases with their memory as lines: peak + per_key * (keys of other ranks).
-    A phase that holds other numbers of these keys over time has several lines, and occurs once for
-    each. The planner takes their maximum to predict other numbers of ranks.
+    phases: Sequence[Sequence[PhaseMemory]],
+    split: SequenceSplit,
+    lengths: Sequence[int],
+    ranks: int,
+) -> list[list[PhaseMemory]]:
+    """Return each count's phases with their memory as lines: peak + per_key * (keys of other
+    ranks). A phase that holds other numbers of these keys over time has several lines, and occurs
+    once for each. The planner takes their maximum to predict other numbers of ranks.
 
     Args:
         phases: the phases of each count, in order.
@@ -255,8 +259,8 @@ def lines_of_keys(
         setting = Setting(gpus=ranks, ulysses=ranks)
     else:
         setting = Setting(gpus=ranks, context_parallel=ranks)
-    key_amounts = [keys_held(split, tokens, setting) for tokens in lengths]
-    lines: list[list[Counted]] = [[] for _ in phases]
+    key_amounts = [held_keys(split, tokens, setting) for tokens in lengths]
+    lines: list[list[PhaseMemory]] = [[] for _ in phases]
     for counted in zip(*phases, strict=True):
         amounts = []
         for c, scale in zip(counted, key_amounts, strict=True):

@@ -21,13 +21,13 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor
 
-from streambp.planner.count import Replayed, add_flops
+from streambp.planner.count import KernelReplay, add_flops
 
 SCAN_BLOCK = 2048  # tokens for each saved state of Mamba 1's scan
 # multiprocessors of the GPU (an H100's and H200's), over which Mamba 2's backward distributes the
 # heads of a group
-PROCESSORS = 132
-ROWS = 32  # rows of a block with separate sums in Mamba 2's backward
+GPU_PROCESSORS = 132
+BACKWARD_BLOCK_ROWS = 32  # rows of a block with separate sums in Mamba 2's backward
 STATE_TILE = 64  # elements of a state with separate sums in Mamba 2's backward
 ACCUMULATION_DTYPE = torch.float32
 
@@ -83,7 +83,7 @@ def _selective_scan_backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor 
 
 
 # mamba_ssm's selective_scan_fn: y [B, D, T] and the end state [B, D, N].
-selective_scan = functools.partial(Replayed.apply, _selective_scan, _selective_scan_backward)
+selective_scan = functools.partial(KernelReplay.apply, _selective_scan, _selective_scan_backward)
 
 
 def _like(x: Tensor | None) -> Tensor | None:
@@ -182,11 +182,11 @@ def _fused_mamba_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 # mamba_ssm's mamba_inner_fn: xz [B, 2 D, T] -> [B, T, h]; B and C depend on the input. Copies of
 # their norms are not counted, because they have N columns and all other tensors D. `norm` is the
 # weight of dt's norm, or None; its gradient is not counted.
-fused_mamba = functools.partial(Replayed.apply, _fused_mamba, _fused_mamba_backward)
+fused_mamba = functools.partial(KernelReplay.apply, _fused_mamba, _fused_mamba_backward)
 
 
 @dataclasses.dataclass(frozen=True)
-class Sizes:
+class ScanSizes:
     """Sizes of one call of mamba_ssm's Mamba 2 scan, and methods that create empty tensors of its
     usual shapes, by which the kernel's memory is counted.
 
@@ -256,7 +256,7 @@ class Sizes:
         add_flops(times * self.rows * self.tokens * (scores + mixed))
 
 
-def _scan_forward(sizes: Sizes, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _scan_forward(sizes: ScanSizes, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Allocate the tensors of the forward of Mamba 2's scan without computing them, to count
     memory. Return the output [B, T, H, P], the end state [B, H, P, N], and each token's decay [B,
     H, NB, 1, Q], which backward needs.
@@ -281,7 +281,7 @@ def _scan_forward(sizes: Sizes, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _scan_backward(
-    sizes: Sizes, dt: Tensor, has_start: bool, are_allocated: bool
+    sizes: ScanSizes, dt: Tensor, has_start: bool, are_allocated: bool
 ) -> tuple[Tensor | None, ...]:
     """Allocate the tensors of the backward of Mamba 2's scan without computing them, to count
     memory. Return the gradients of x, dt, B, C and the start state.
@@ -295,7 +295,7 @@ def _scan_backward(
     """
     like = sizes.like
     ratio = sizes.heads // sizes.groups
-    per_program = max(min(-(-sizes.rows * sizes.blocks * sizes.heads // PROCESSORS), ratio), 1)
+    per_program = max(min(-(-sizes.rows * sizes.blocks * sizes.heads // GPU_PROCESSORS), ratio), 1)
     splits = -(-ratio // per_program)  # number of programs for the heads of a group
     db, dc = (
         None
@@ -322,7 +322,11 @@ def _scan_backward(
     decays = like.new_empty(sizes.rows, sizes.heads, sizes.blocks, tiles, dtype=ACCUMULATION_DTYPE)
     del starts, d_starts, decays
     d_skip = like.new_empty(
-        -(-sizes.block // ROWS), sizes.rows, sizes.blocks, sizes.heads, dtype=ACCUMULATION_DTYPE
+        -(-sizes.block // BACKWARD_BLOCK_ROWS),
+        sizes.rows,
+        sizes.blocks,
+        sizes.heads,
+        dtype=ACCUMULATION_DTYPE,
     )
     if are_allocated:
         dx = None
@@ -339,7 +343,7 @@ def _scan_backward(
     d_scores = sizes.scores()
     del parts
     alive.append(sizes.steps())  # the decay's reverse sum
-    parts = sizes.steps(-(-sizes.block // ROWS))
+    parts = sizes.steps(-(-sizes.block // BACKWARD_BLOCK_ROWS))
     alive.append(sizes.steps())
     del parts, d_scores, halves, alive
     # states and scores are recomputed, and each product of forward has two in backward
@@ -358,7 +362,7 @@ def _mamba2_scan(
     and dt_bias [H] or None.
     """
     x, b, c = _rows(x), _rows(b), _rows(c)
-    sizes = Sizes(x, block, *x.shape, *b.shape[2:])
+    sizes = ScanSizes(x, block, *x.shape, *b.shape[2:])
     out, end, decay = _scan_forward(sizes, x)
     ctx.block = block
     ctx.save_for_backward(out, x, dt, decay, a, b, c, d, dt_bias, start)
@@ -371,14 +375,14 @@ def _mamba2_scan_backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | N
     own."""
     _, x, dt, _, a, b, _, d, dt_bias, start = ctx.saved_tensors
     grad = _rows(grad)
-    sizes = Sizes(x, ctx.block, *x.shape, *b.shape[2:])
+    sizes = ScanSizes(x, ctx.block, *x.shape, *b.shape[2:])
     dx, d_dt, db, dc, d_start = _scan_backward(sizes, dt, start is not None, are_allocated=False)
     return dx, d_dt, torch.empty_like(a), db, dc, _like(d), _like(dt_bias), d_start, None
 
 
 # mamba_ssm's mamba_chunk_scan_combined without a gate: out [B, T, H, P], end state [B, H, P, N].
 # block: Q, tokens.
-mamba2_scan = functools.partial(Replayed.apply, _mamba2_scan, _mamba2_scan_backward)
+mamba2_scan = functools.partial(KernelReplay.apply, _mamba2_scan, _mamba2_scan_backward)
 
 
 def _fused_mamba2(
@@ -411,7 +415,7 @@ def _fused_mamba2(
 
 def _mamba2_sizes(
     zxbcdt: Tensor, conv: Tensor, d: Tensor, width: int, groups: int, block: int
-) -> Sizes:
+) -> ScanSizes:
     """Return the sizes of a call of mamba_ssm's fused Mamba 2 layer, from the shapes of its
     tensors.
 
@@ -426,7 +430,7 @@ def _mamba2_sizes(
     heads = d.shape[0]
     rows, tokens = zxbcdt.shape[:2]
     size = (conv.shape[0] - heads * width) // groups // 2
-    return Sizes(zxbcdt, block, rows, tokens, heads, width, groups, size)
+    return ScanSizes(zxbcdt, block, rows, tokens, heads, width, groups, size)
 
 
 def _fused_mamba2_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -464,4 +468,4 @@ def _fused_mamba2_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 # mamba_ssm's mamba_split_conv1d_scan_combined: zxbcdt [B, T, 2 H P + 2 G N + H] -> [B, T, h], with
 # norm and projection, whose weights are norm, proj and proj_bias. width, groups, block: P, G, Q.
-fused_mamba2 = functools.partial(Replayed.apply, _fused_mamba2, _fused_mamba2_backward)
+fused_mamba2 = functools.partial(KernelReplay.apply, _fused_mamba2, _fused_mamba2_backward)

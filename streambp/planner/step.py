@@ -20,7 +20,7 @@ from transformers import AttentionInterface
 
 from streambp.attention.interface import attention_configs
 from streambp.known_names import IMPLEMENTATION
-from streambp.planner.count import AllocatedBytes, LiveBytes, Replayed, add_flops
+from streambp.planner.count import AllocatedBytes, KernelReplay, LiveBytes, add_flops
 from streambp.planner.work import Work, aten
 from streambp.tensors import replace_attribute
 
@@ -30,8 +30,8 @@ EMBEDDING, HEAD, HEAD_BACKWARD, EMBEDDING_BACKWARD = (
     "head backward",
     "embedding backward",
 )
-FUSED = "streambp_fused"
-TILE = (2048, 32768)  # rows and columns of a tile of logits in `counted_head`
+FUSED_ATTENTION = "streambp_fused"
+LOGITS_TILE = (2048, 32768)  # rows and columns of a tile of logits in `counted_head`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,8 +210,10 @@ def run_step(
 def fused_attention(model: nn.Module) -> Iterator[None]:
     """Context manager in which the model's attention makes FlashAttention's allocations on meta
     tensors. transformers' sdpa on meta tensors would allocate a [T, T] matrix."""
-    AttentionInterface.register(FUSED, _flash)
-    with replace_attribute(attention_configs(model), IMPLEMENTATION, itertools.repeat(FUSED)):
+    AttentionInterface.register(FUSED_ATTENTION, _flash)
+    with replace_attribute(
+        attention_configs(model), IMPLEMENTATION, itertools.repeat(FUSED_ATTENTION)
+    ):
         yield
 
 
@@ -288,8 +290,8 @@ def _counted_head(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
     """Allocate the tensors of an output projection with a fused loss (logits exist one block at a
     time), to count memory. Return an uninitialized float32 scalar for hidden [N, h], N tokens, and
     weight [V, h]."""
-    for rows in hidden.split(TILE[0]):
-        for columns in weight.split(TILE[1]):
+    for rows in hidden.split(LOGITS_TILE[0]):
+        for columns in weight.split(LOGITS_TILE[1]):
             add_flops(0, (rows @ columns.mT).nbytes)  # one kernel reads the tile
     statistics = []
     for _ in range(7):
@@ -308,8 +310,8 @@ def _counted_head_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         d_weight = torch.zeros_like(weight, dtype=torch.float32)
     else:
         d_weight = None
-    for rows in hidden.split(TILE[0]):
-        for columns in weight.split(TILE[1]):
+    for rows in hidden.split(LOGITS_TILE[0]):
+        for columns in weight.split(LOGITS_TILE[1]):
             tile = rows @ columns.mT  # [rows, columns]
             add_flops(0, 2 * tile.nbytes)  # one kernel overwrites the tile with its gradient
             tile @ columns
@@ -322,4 +324,4 @@ def _counted_head_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 # hidden [N, h], weight [V, h] -> a loss, with the memory of common fused heads: labelled rows are
 # copied, logits exist in tiles, and the gradients of hidden and weight are float32 for all of N
 # until the end.
-counted_head = functools.partial(Replayed.apply, _counted_head, _counted_head_backward)
+counted_head = functools.partial(KernelReplay.apply, _counted_head, _counted_head_backward)

@@ -38,27 +38,40 @@ from transformers import PreTrainedConfig
 
 from streambp.config import StreamConfig
 from streambp.distributed.engines import differentiable_input, full_shape, is_partitioned
-from streambp.instance_forward import PATCH, REDUCES, WRAPPERS, InstanceForward
+from streambp.instance_forward import (
+    PATCH_ATTRIBUTE,
+    REDUCE_METHOD,
+    WRAPPERS_ATTRIBUTE,
+    InstanceForward,
+)
 from streambp.known_names import (
     COMPOSABLE_STATE,
+    IRRELEVANT_CONFIG_KEYS,
+    KWARGS_HOOKS,
     MODULE_HOOKS,
     MODULE_TABLES,
-    NO_PART_OF_A_STEP,
-    WITH_KWARGS,
 )
-from streambp.model.deferring import own_heads
+from streambp.model.head_deferral import restore_heads
 from streambp.offload.costs import LayerCost
-from streambp.planner.counted import code_in_use, folder, read_file, write
 from streambp.planner.layer_costs import costs_as_json, costs_from_json
 from streambp.planner.profile import Method, method_as_json, method_from_json
+from streambp.planner.profile_cache import code_in_use, folder, read_file, write_file
 
-DEPTH = 4  # levels of containers and configurations inside an attribute
-MOST_FILES = 256  # files in the folder; older ones are deleted
+MAX_DEPTH = 4  # levels of containers and configurations inside an attribute
+MAX_FILES = 256  # files in the folder; older ones are deleted
 # attributes of modules that are described apart, or that a step changes
-LEFT_OUT = frozenset(
-    (*MODULE_TABLES, *MODULE_HOOKS, WITH_KWARGS, PATCH, REDUCES, WRAPPERS, "training")
+IGNORED_ATTRIBUTES = frozenset(
+    (
+        *MODULE_TABLES,
+        *MODULE_HOOKS,
+        KWARGS_HOOKS,
+        PATCH_ATTRIBUTE,
+        REDUCE_METHOD,
+        WRAPPERS_ATTRIBUTE,
+        "training",
+    )
 )
-LIBRARIES = frozenset(("builtins", "torch", "typing"))  # covered by a version
+VERSIONED_LIBRARIES = frozenset(("builtins", "torch", "typing"))  # covered by a version
 
 
 class StoredCount(NamedTuple):
@@ -90,7 +103,7 @@ def key_of(model: nn.Module, config: StreamConfig, cast: torch.dtype | None) -> 
     """
     try:
         numbers: dict[int, int] = {}
-        with own_heads(model):
+        with restore_heads(model):
             modules = list(model.named_modules())
         structure = []
         kinds: dict[type, None] = {}
@@ -158,9 +171,9 @@ def store(key: str | None, count: StoredCount) -> None:
             "saves": costs_as_json([count.costs[index] for index in indices]),
         }
         file = _file(key)
-        write(file, data)
+        write_file(file, data)
         files = sorted(file.parent.glob("*.json"), key=lambda path: path.stat().st_mtime)
-        for old in files[:-MOST_FILES]:
+        for old in files[:-MAX_FILES]:
             old.unlink(missing_ok=True)
 
 
@@ -190,11 +203,11 @@ def _module(module: nn.Module, numbers: dict[int, int]) -> Iterator[Any]:
         is_left_out = is_left_out or name.startswith(
             COMPOSABLE_STATE
         )  # its name differs in each process
-        if name not in LEFT_OUT and not is_left_out:
-            yield name, described(value)
+        if name not in IGNORED_ATTRIBUTES and not is_left_out:
+            yield name, describe_value(value)
     for hooks in MODULE_HOOKS:
         yield [
-            described(hook)
+            describe_value(hook)
             for hook in getattr(module, hooks).values()
             if hook is not differentiable_input  # added once DeepSpeed is imported
         ]
@@ -210,7 +223,7 @@ def _tensor(tensor: Tensor) -> list[str]:
     return [_name(type(tensor)), layout, str(tensor.dtype), str(tensor.requires_grad)]
 
 
-def described(value: Any, depth: int = DEPTH) -> Any:
+def describe_value(value: Any, depth: int = MAX_DEPTH) -> Any:
     """Return a value as JSON types that are equal in each process. Sets are sorted; objects of
     unknown classes become the name of their class. The key of a stored count is made from the
     result.
@@ -234,13 +247,13 @@ def described(value: Any, depth: int = DEPTH) -> Any:
     if depth > 0:
         if isinstance(value, PreTrainedConfig) or dataclasses.is_dataclass(value):
             fields = dict(vars(value))
-            for name in NO_PART_OF_A_STEP:
+            for name in IRRELEVANT_CONFIG_KEYS:
                 fields.pop(name, None)
-            return _name(type(value)), described(fields, depth - 1)
+            return _name(type(value)), describe_value(fields, depth - 1)
         if isinstance(value, Mapping):
-            pairs = zip(map(str, value), described(list(value.values()), depth), strict=True)
+            pairs = zip(map(str, value), describe_value(list(value.values()), depth), strict=True)
             return sorted(pairs, key=repr)
-        inside = functools.partial(described, depth=depth - 1)
+        inside = functools.partial(describe_value, depth=depth - 1)
         if isinstance(value, list | tuple):
             return list(map(inside, value))
         if isinstance(value, set | frozenset):
@@ -262,7 +275,7 @@ def _code_of(kinds: Mapping[type, Any]) -> Iterator[Any]:
     """
     spaces: dict[str, Mapping[str, Any]] = {}
     for base in itertools.chain.from_iterable(kind.__mro__ for kind in kinds):
-        if base.__module__.partition(".")[0] not in LIBRARIES:
+        if base.__module__.partition(".")[0] not in VERSIONED_LIBRARIES:
             spaces[_name(base)] = vars(base)
             spaces[base.__module__] = vars(sys.modules.get(base.__module__, types))
     for space in sorted(spaces):
@@ -280,13 +293,13 @@ def _function(function: Any, depth: int) -> list[Any]:
         depth: 0: leave the defaults and the closure out.
     """
     parts: list[Any] = []
-    for _ in range(DEPTH):
+    for _ in range(MAX_DEPTH):
         code = getattr(function, "__code__", None)
         if code is not None:
             parts.append(_code(code))
         if depth > 0 and isinstance(function, types.FunctionType):
             values = [*(function.__defaults__ or ()), *_contents(function)]
-            parts.append(list(map(functools.partial(described, depth=0), values)))
+            parts.append(list(map(functools.partial(describe_value, depth=0), values)))
         function = getattr(function, "__wrapped__", None)
     return parts
 

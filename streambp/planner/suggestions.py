@@ -10,15 +10,15 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from streambp.errors import StreamBPError
-from streambp.planner.plan import SLOWER, Plan, plan_profile
-from streambp.planner.profile import Profile, Setting, static
+from streambp.planner.plan import ALLOWED_SLOWDOWN, Plan, plan_profile
+from streambp.planner.profile import Profile, Setting, bytes_between_steps
 
 # Rank of proposed adapters, and bits of proposed frozen weights.
-RANK = 16
-BITS: Literal[4] = 4
-MOST_GPUS = 8
-OPTIMIZER_THERE = "the optimizer state on the host"
-PLENTY = 2**50  # bytes of a device on which everything fits
+LORA_RANK = 16
+QUANTIZED_BITS: Literal[4] = 4
+MAX_GPUS = 8
+HOST_OPTIMIZER_CHANGE = "the optimizer state on the host"
+UNLIMITED_BYTES = 2**50  # bytes of a device on which everything fits
 
 
 class Training(NamedTuple):
@@ -50,11 +50,11 @@ class Training(NamedTuple):
     def smaller(self) -> Iterator[Training]:
         """Yield kinds of training that take less device memory (LoRA, LoRA on 4-bit weights), the
         one closest to this training first."""
-        rank = self.lora or RANK
+        rank = self.lora or LORA_RANK
         if self.lora is None:
             yield Training(rank)
-        if self.bits > BITS:
-            yield Training(rank, BITS)
+        if self.bits > QUANTIZED_BITS:
+            yield Training(rank, QUANTIZED_BITS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,16 +122,16 @@ def best_change(
             plan = plan_profile(profile, seq_len, base_plan.memory, setting, base_plan.rates)
             if plan.choice is None:
                 continue
-            changes, options = _changed(training, options)
+            changes, options = _describe_change(training, options)
             if plan.choice.on_host is not None:
                 changes.append("the layers' weights on the host")
             fitting.append(Remedy(" and ".join(changes), options, plan))
-    bar = (1 + SLOWER) * min((seconds_of(remedy.plan) for remedy in fitting), default=0.0)
+    bar = (1 + ALLOWED_SLOWDOWN) * min((seconds_of(remedy.plan) for remedy in fitting), default=0.0)
     nearly_fastest = [remedy for remedy in fitting if seconds_of(remedy.plan) <= bar]
     return min(nearly_fastest, key=lambda remedy: len(remedy.options), default=None)
 
 
-def _changed(
+def _describe_change(
     training: Training | None, options: tuple[str, ...]
 ) -> tuple[list[str], tuple[str, ...]]:
     """Return texts for the plan that describe the changes of a remedy, and all command-line options
@@ -146,7 +146,7 @@ def _changed(
         changes.append(str(training))
         options = (*training.options, *options)
     if "--optimizer-on-host" in options:
-        changes.append(OPTIMIZER_THERE)
+        changes.append(HOST_OPTIMIZER_CHANGE)
     return changes, options
 
 
@@ -175,7 +175,7 @@ def remedies(
         remedy_count += 1
         yield best
     for how in training.smaller():
-        if best is not None and on_device(best):
+        if best is not None and is_on_device(best):
             break
         profile = profile_of(how, count)
         if profile is None:
@@ -185,7 +185,7 @@ def remedies(
         if smaller is not None:
             remedy_count += 1
             yield smaller
-            if on_device(smaller):
+            if is_on_device(smaller):
                 break
     for wider in _on_more_gpus(plan, seq_len):
         remedy_count += 1
@@ -220,7 +220,7 @@ def _fewer_tokens(
         longest_plan = plan_profile(profile, "max", plan.memory, setting, plan.rates)
         if longest_plan.choice is None or (seq_len != "max" and longest_plan.seq_len >= seq_len):
             continue
-        changes, options = _changed(training, options)
+        changes, options = _describe_change(training, options)
         changes.append(f"{longest_plan.seq_len:,} tokens at most")
         return Remedy(
             " and ".join(changes), (*options, "--seq-len", str(longest_plan.seq_len)), longest_plan
@@ -229,7 +229,7 @@ def _fewer_tokens(
 
 
 def _on_more_gpus(current_plan: Plan, seq_len: int | Literal["max"]) -> Iterator[Remedy]:
-    """Yield the plan with the smallest number of GPUs (up to `MOST_GPUS`) on which a step fits
+    """Yield the plan with the smallest number of GPUs (up to `MAX_GPUS`) on which a step fits
     under ZeRO-3; nothing if none fits.
 
     Args:
@@ -238,7 +238,7 @@ def _on_more_gpus(current_plan: Plan, seq_len: int | Literal["max"]) -> Iterator
     """
     current = current_plan.setting
     gpus = current.gpus if current.gpus > 1 and current.zero < 3 else 2 * current.gpus
-    while gpus <= max(MOST_GPUS, current.gpus):  # more GPUs leave less host memory to each
+    while gpus <= max(MAX_GPUS, current.gpus):  # more GPUs leave less host memory to each
         host = current_plan.memory.host
         if host is not None:
             host = host * current.gpus // gpus
@@ -268,7 +268,7 @@ def _min_seconds(base_plan: Plan) -> float:
     """
     gpu = base_plan.memory.gpu
     min_seconds = math.inf
-    for size in (gpu * 5 // 4, 2 * gpu, PLENTY):
+    for size in (gpu * 5 // 4, 2 * gpu, UNLIMITED_BYTES):
         larger = dataclasses.replace(base_plan.memory, gpu=size, host=None)
         plan = plan_profile(
             base_plan.profile, base_plan.seq_len, larger, base_plan.setting, base_plan.rates
@@ -277,7 +277,7 @@ def _min_seconds(base_plan: Plan) -> float:
     return min_seconds
 
 
-def faster(
+def faster_changes(
     plan: Plan, training: Training, count: Callable[[Training], Profile]
 ) -> Iterator[Remedy]:
     """Yield changes with which the step of a plan that fits takes at least 2 % fewer seconds:
@@ -290,18 +290,18 @@ def faster(
             memory would make the step faster.
     """
     seconds = seconds_of(plan)
-    if _min_seconds(plan) >= (1 - SLOWER) * seconds:
+    if _min_seconds(plan) >= (1 - ALLOWED_SLOWDOWN) * seconds:
         return  # more memory does not help
     best = best_change(plan, plan.seq_len, plan.profile, None)
-    if best is not None and seconds_of(best.plan) <= (1 - SLOWER) * seconds:
+    if best is not None and seconds_of(best.plan) <= (1 - ALLOWED_SLOWDOWN) * seconds:
         yield best
         seconds = seconds_of(best.plan)
-    if training.lora is not None and training.bits > BITS:
-        how = Training(training.lora, BITS)
+    if training.lora is not None and training.bits > QUANTIZED_BITS:
+        how = Training(training.lora, QUANTIZED_BITS)
         profile = profile_of(how, count)
         if profile is not None:
             smaller = best_change(plan, plan.seq_len, profile, how)
-            if smaller is not None and seconds_of(smaller.plan) <= (1 - SLOWER) * seconds:
+            if smaller is not None and seconds_of(smaller.plan) <= (1 - ALLOWED_SLOWDOWN) * seconds:
                 yield smaller
 
 
@@ -314,20 +314,20 @@ def profile_of(training: Training, count: Callable[[Training], Profile]) -> Prof
         return None
 
 
-def on_device(remedy: Remedy) -> bool:
+def is_on_device(remedy: Remedy) -> bool:
     """True if all of the layers' weights are on the device in the step that a remedy's plan chose.
     Remedies with smaller training are then not sought."""
     choice = remedy.plan.choice
     return choice is not None and choice.on_host is None
 
 
-def too_large(plan: Plan) -> str | None:
+def excess_text(plan: Plan) -> str | None:
     """Return text with the GiB of weights, gradients and optimizer state if these alone exceed the
     device's usable memory; otherwise None."""
     setting = plan.setting
     if setting.weights == "auto":
         setting = dataclasses.replace(setting, on_host=None)
-    between_steps = static(plan.profile, setting)
+    between_steps = bytes_between_steps(plan.profile, setting)
     shares = {
         "weights": between_steps.weights,
         "gradients": between_steps.gradients,
@@ -343,7 +343,7 @@ def too_large(plan: Plan) -> str | None:
     )
 
 
-def with_options(command: Sequence[str], options: Sequence[str]) -> list[str]:
+def replace_options(command: Sequence[str], options: Sequence[str]) -> list[str]:
     """Return the words of a command line in which `options` replace the options of the same names,
     to print a remedy's command. `--lora` and `--full` replace each other."""
     names = {option for option in options if option.startswith("--")}

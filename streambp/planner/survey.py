@@ -15,31 +15,31 @@ from torch import Tensor, nn
 
 from streambp.admission.stacks import find_stacks, kind_of, states_argument
 from streambp.attention.kernels import K_BLOCK, MATH
-from streambp.config import LAST, StreamConfig
+from streambp.config import LAST_LAYERS_SEPARATOR, StreamConfig
 from streambp.errors import ConfigError, StreamBPError
 from streambp.known_names import CHECKPOINTING_SWITCHES
 from streambp.model.patching import install, unpatch
 from streambp.model.state import PatchState
 from streambp.offload.arena import Arena
-from streambp.planner.compose import Counted, fit, unroll
-from streambp.planner.count import Shapes, StepCount
+from streambp.planner.compose import PhaseMemory, fit, unroll
+from streambp.planner.count import ShapeCache, StepCount
 from streambp.planner.fused_layers import Kernels
 from streambp.planner.host import CountingManager, UncountedHost
 from streambp.planner.kernels import CountedCalls, launched_kernels
 from streambp.planner.laws import Point, fit_bytes, fit_work
-from streambp.planner.mixers import assumed
+from streambp.planner.mixers import assumed_kernels
 from streambp.planner.model_class import assumptions, inputs_of
 from streambp.planner.packed_weights import bytes_of, parameters_of
 from streambp.planner.profile import (
     CONTEXT_PARALLEL,
     ULYSSES,
-    Group,
     Heads,
     Method,
     Node,
+    ParameterGroup,
     Profile,
 )
-from streambp.planner.sample_points import CHUNKS, TILED_CHUNKS, points_for
+from streambp.planner.sample_points import SAMPLE_CHUNKS, TILED_SAMPLE_CHUNKS, points_for
 from streambp.planner.skeleton import ShrunkModel, Skeleton
 from streambp.planner.splits import SplitCount, lines_of_keys, split_of, split_over
 from streambp.planner.step import Span, counted_head, fused_attention, run_step
@@ -68,7 +68,9 @@ class SurveyRecipe:
     split: str = ""
 
 
-def streamed(saves: tuple[str, ...] = (), offload: str = "none", split: str = "") -> SurveyRecipe:
+def streamed_recipe(
+    saves: tuple[str, ...] = (), offload: str = "none", split: str = ""
+) -> SurveyRecipe:
     """Return the recipe of a step under streambp, chunk by chunk, named after its settings.
 
     Args:
@@ -79,9 +81,10 @@ def streamed(saves: tuple[str, ...] = (), offload: str = "none", split: str = ""
     Raises:
         ConfigError: the saves are restricted to some layers.
     """
-    if any(LAST in name for name in saves):
+    if any(LAST_LAYERS_SEPARATOR in name for name in saves):
         raise ConfigError(
-            f"saves is {saves!r}; a count has all layers save the same. Leave {LAST} and what "
+            f"saves is {saves!r}; a count has all layers save the same. Leave "
+            f"{LAST_LAYERS_SEPARATOR} and what "
             "follows out."
         )
     if split:
@@ -95,24 +98,28 @@ def streamed(saves: tuple[str, ...] = (), offload: str = "none", split: str = ""
 
 
 UNPATCHED_RECIPE = SurveyRecipe("plain")
-CHECKPOINTING = SurveyRecipe("checkpointing", checkpointing=True)
-CHECKPOINTING_HEAD = SurveyRecipe("checkpointing, fused head", checkpointing=True, fused_head=True)
-SMALLEST_GPU_MEMORY = 1  # a gpu_memory that leaves only the current tiles of a prefix on the device
-STREAMED = (
+CHECKPOINTING_RECIPE = SurveyRecipe("checkpointing", checkpointing=True)
+CHECKPOINTING_HEAD_RECIPE = SurveyRecipe(
+    "checkpointing, fused head", checkpointing=True, fused_head=True
+)
+MIN_GPU_MEMORY = 1  # a gpu_memory that leaves only the current tiles of a prefix on the device
+STREAMED_RECIPES = (
     *(
-        streamed(saves, offload)
+        streamed_recipe(saves, offload)
         for offload in ("none", "cpu")
         for saves in ((), ("attn_out",), ("attn_out", "kv"))
     ),
     SurveyRecipe(
         "streambp offload, keys on the host",
-        StreamConfig(saves=(), offload="cpu", gpu_memory=SMALLEST_GPU_MEMORY),
+        StreamConfig(saves=(), offload="cpu", gpu_memory=MIN_GPU_MEMORY),
     ),
 )
 
 
-SPLIT = {
-    by: tuple(streamed(saves, offload, by) for offload in ("none", "cpu") for saves in all_saves)
+SPLIT_RECIPES = {
+    by: tuple(
+        streamed_recipe(saves, offload, by) for offload in ("none", "cpu") for saves in all_saves
+    )
     for by, all_saves in (
         (ULYSSES, ((), ("attn_out",), ("attn_out", "kv"))),
         (CONTEXT_PARALLEL, ((), ("attn_out",))),
@@ -159,7 +166,7 @@ def survey(
             read values.
     """
     groups = parameter_groups(skeleton.model)
-    unsharded = _gathered_at_once(skeleton)
+    unsharded = _gathered_bytes(skeleton)
     extra_fields = _more_fields(skeleton)
     shrunk_model = skeleton.reduce()
     counter = Counter(
@@ -178,7 +185,7 @@ def survey(
             progress_line("counting a step") if on_progress is None else contextlib.nullcontext()
         )
         try:
-            with uncollected(), display:
+            with pause_garbage_collection(), display:
                 methods.append(_count_method(counter, recipe, at, accumulating, timed))
         except Exception as error:  # any error of a model's own forward on tensors without data
             reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[
@@ -203,7 +210,7 @@ def survey(
     if tree and len(refused_splits) == len(left_out):
         modules = module_tree(skeleton, shrunk_model, batch_size)
     shape = (name, dtype, len(shrunk_model.kinds), batch_size, groups, unsharded)
-    mixers = assumed(skeleton.model, skeleton.mixers)
+    mixers = assumed_kernels(skeleton.model, skeleton.mixers)
     return Profile(*shape, tuple(methods), modules, tuple(left_out), mixers, **extra_fields)
 
 
@@ -221,7 +228,7 @@ def _more_fields(skeleton: Skeleton) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def uncollected() -> Iterator[None]:
+def pause_garbage_collection() -> Iterator[None]:
     """Context manager that disables the garbage collector.
 
     Otherwise unreachable tensors would be freed at random moments of a count.
@@ -235,7 +242,7 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def _gathered_at_once(skeleton: Skeleton) -> int:
+def _gathered_bytes(skeleton: Skeleton) -> int:
     """Return the most bytes of full parameters that ZeRO-3 has on a rank at a time: those of two
     layers (the current and the next), or those of the head. The peak of a step under ZeRO-3
     includes these bytes."""
@@ -258,10 +265,10 @@ def _bytes_of(tensors: Sequence[Tensor]) -> int:
     return sum(map(bytes_of, tensors))
 
 
-def parameter_groups(model: nn.Module) -> tuple[Group, ...]:
-    """Return the `Group`s of a model's parameters, from which bytes of weights, gradients and
-    optimizer state follow: the dense ones, and the experts' if there are any. Tied parameters count
-    once."""
+def parameter_groups(model: nn.Module) -> tuple[ParameterGroup, ...]:
+    """Return the `ParameterGroup`s of a model's parameters, from which bytes of weights, gradients
+    and optimizer state follow: the dense ones, and the experts' if there are any. Tied parameters
+    count once."""
     groups = []
     for name in ("dense", "expert"):
         members = []
@@ -275,7 +282,7 @@ def parameter_groups(model: nn.Module) -> tuple[Group, ...]:
         if members:
             sizes = (sum(map(parameters_of, members)), _bytes_of(members))
             trained_sizes = (sum(map(torch.numel, trained)), _bytes_of(trained))
-            groups.append(Group(name, *sizes, *trained_sizes))
+            groups.append(ParameterGroup(name, *sizes, *trained_sizes))
     return tuple(groups)
 
 
@@ -302,15 +309,15 @@ class Counter:
     kernels: str | None
 
     def __post_init__(self) -> None:
-        self.shapes = Shapes(self.skeleton.mode)
+        self.shapes = ShapeCache(self.skeleton.mode)
         self.calls = CountedCalls(self.shapes)
         self._fused: bool | None = None
         self._unread: list[dict[Any, Any]] = []  # results of each layer's trials
         self._more_points: dict[tuple[str, tuple[str, ...], int], tuple[Works, Works]] = {}
         self._heads: dict[str, list[Heads]] = {}
-        self.growth: list[Counted] = []
+        self.growth: list[PhaseMemory] = []
 
-    def fused(self, recipe: SurveyRecipe) -> bool:
+    def uses_fused_kernel(self, recipe: SurveyRecipe) -> bool:
         """True if a fused attention kernel would run in the recipe's step. Otherwise attention is
         computed by matrix products. A fused kernel on a GPU requires half precision, no softcap and
         no sparse attention."""
@@ -322,7 +329,7 @@ class Counter:
             return False
         if self._fused is None:  # saves and offload change no kernel
             count = StepCount(None)
-            with self._prepared(recipe, 8), self.skeleton.running(), count:
+            with self._prepare(recipe, 8), self.skeleton.running(), count:
                 ids = torch.empty(self.batch_size, 16, dtype=torch.long)  # [B, T]
                 self.skeleton.loss(ids).backward()
                 if not recipe.split:
@@ -383,7 +390,7 @@ class Counter:
         if recipe.split not in self._heads:
             heads: set[Heads] = set()
             shared = split_over(recipe.split, 1, self.batch_size, 16, heads)
-            with shared, self._prepared(recipe, 8), self.skeleton.running(), StepCount(None):
+            with shared, self._prepare(recipe, 8), self.skeleton.running(), StepCount(None):
                 ids = torch.empty(self.batch_size, 16, dtype=torch.long)  # [B, T]
                 self.skeleton.loss(ids)
             self._heads[recipe.split] = sorted(heads)
@@ -444,7 +451,7 @@ class Counter:
             kind = SplitCount
         with (
             shared,
-            self._prepared(recipe, point[1]) as manager,
+            self._prepare(recipe, point[1]) as manager,
             skeleton.running(),
             launched_kernels(self.calls),
         ):
@@ -457,7 +464,7 @@ class Counter:
         return steps
 
     @contextlib.contextmanager
-    def _prepared(self, recipe: SurveyRecipe, chunk_size: int) -> Any:
+    def _prepare(self, recipe: SurveyRecipe, chunk_size: int) -> Any:
         """Context manager in which the model is patched, or has gradient checkpointing, as the
         recipe requests. The yielded object counts the host bytes of the step."""
         model = self.skeleton.model
@@ -508,10 +515,10 @@ class Counter:
             yield manager
 
 
-def _growth(phases: list[Counted], accumulating: list[Counted]) -> list[Counted]:
+def _growth(phases: list[PhaseMemory], accumulating: list[PhaseMemory]) -> list[PhaseMemory]:
     """Return the additional bytes of each phase in a step that adds to existing gradients, and the
-    bytes of these gradients. `_grown` adds these bytes at other lengths, where only one step is
-    counted.
+    bytes of these gradients. `_add_growth` adds these bytes at other lengths, where only one step
+    is counted.
 
     Args:
         phases: the phases of a step that creates its gradients.
@@ -520,11 +527,11 @@ def _growth(phases: list[Counted], accumulating: list[Counted]) -> list[Counted]
     growth = []
     for phase, total in zip(phases, accumulating, strict=True):
         start = total.start - phase.start
-        growth.append(Counted(phase.name, start, total.peak - phase.peak, total.gradients))
+        growth.append(PhaseMemory(phase.name, start, total.peak - phase.peak, total.gradients))
     return growth
 
 
-def _grown(phases: list[Counted], growth: list[Counted]) -> list[Counted]:
+def _add_growth(phases: list[PhaseMemory], growth: list[PhaseMemory]) -> list[PhaseMemory]:
     """Return the phases of a step that adds to existing gradients, computed from those of a step
     that creates its gradients.
 
@@ -540,7 +547,7 @@ def _grown(phases: list[Counted], growth: list[Counted]) -> list[Counted]:
         }
         start = phase.start + growth_part.start
         result.append(
-            Counted(
+            PhaseMemory(
                 phase.name, start, phase.peak + growth_part.peak, growth_part.gradients, max_bytes
             )
         )
@@ -561,7 +568,7 @@ def _count_method(
         timed: True: also count more (T, C), which predictions of seconds at other lengths need.
     """
     chunked = recipe.config is not None
-    fused = counter.fused(recipe)
+    fused = counter.uses_fused_kernel(recipe)
     tiles = recipe.config is not None and recipe.config.gpu_memory is not None
     ranks = counter.ranks(recipe) if recipe.split else 1  # raises if the model cannot be sharded
     layers = _layers_of(counter.skeleton.model)
@@ -571,10 +578,10 @@ def _count_method(
         if at is not None:
             large = 4 * math.ceil(at[1] / 4)
         else:
-            large = (CHUNKS if fused else TILED_CHUNKS)[1]
+            large = (SAMPLE_CHUNKS if fused else TILED_SAMPLE_CHUNKS)[1]
         points = (4 * large, large), (2 * large, large // 2), (6 * large, large)
-    first: list[list[Counted]] = []
-    more_phases: list[list[Counted]] = []
+    first: list[list[PhaseMemory]] = []
+    more_phases: list[list[PhaseMemory]] = []
     hosts = list[list[float]]()
     counted = Works()
     links = tuple[float, ...]()
@@ -589,7 +596,7 @@ def _count_method(
             # existing gradients add the same bytes at every point and in every streamed method
             if not growth:
                 growth = _growth(phases, unroll(steps[1], counter.shrunk_model)[0])
-            more_phases.append(_grown(phases, growth))
+            more_phases.append(_add_growth(phases, growth))
     if chunked:
         counter.growth = growth
     split = None

@@ -17,7 +17,7 @@ from streambp.planner.profile import Node
 from streambp.planner.skeleton import ShrunkModel, Skeleton
 from streambp.planner.step import fused_attention
 
-LENGTH = 4096
+MEASURED_LENGTH = 4096
 Activations = dict[nn.Module, float]
 
 
@@ -53,7 +53,9 @@ def module_tree(skeleton: Skeleton, shrunk_model: ShrunkModel, batch_size: int) 
                         label = f"{indices[0]}-{indices[-1]}"
                 elif len(indices) > 4:
                     label = ",".join(map(str, indices[:3])) + f",..,{indices[-1]}"
-                children.append(node(label, layers[shrunk_model.stand_in(inner)], len(indices)))
+                children.append(
+                    node(label, layers[shrunk_model.representative(inner)], len(indices))
+                )
         else:
             groups: dict[str, list[tuple[str, nn.Module]]] = {}
             for child_name, child in module.named_children():
@@ -76,7 +78,7 @@ def module_tree(skeleton: Skeleton, shrunk_model: ShrunkModel, batch_size: int) 
         reduces = module is not layers[0] and any(child is layers[0] for child in module.modules())
         if reduces or isinstance(module, nn.ModuleList):
             remainder = activation - sum(
-                bytes_by_module.get(child, 0.0) for child in _direct(module)
+                bytes_by_module.get(child, 0.0) for child in _direct_children(module)
             )
             activation = max(0.0, remainder) + sum(
                 child.count * child.activation for child in children
@@ -111,12 +113,12 @@ def _activations(skeleton: Skeleton, batch_size: int) -> Activations:
         attention = contextlib.nullcontext()
     try:
         with attention, skeleton.running():
-            ids = torch.empty(batch_size, LENGTH, dtype=torch.long)  # [B, T]
+            ids = torch.empty(batch_size, MEASURED_LENGTH, dtype=torch.long)  # [B, T]
             with count:
                 output = skeleton.loss(ids)
             bytes_by_module = {}
             for module, span in spans.items():
-                bytes_by_module[module] = count.alive(*span) / (batch_size * LENGTH)
+                bytes_by_module[module] = count.alive(*span) / (batch_size * MEASURED_LENGTH)
             del output
     finally:
         for handle in handles:
@@ -124,10 +126,10 @@ def _activations(skeleton: Skeleton, batch_size: int) -> Activations:
     return bytes_by_module
 
 
-def _direct(module: nn.Module) -> list[nn.Module]:
+def _direct_children(module: nn.Module) -> list[nn.Module]:
     """Return a module's children, with the entries of a `ModuleList` in place of the list, for the
     tree of modules."""
     direct: list[nn.Module] = []
     for child in module.children():
-        direct += _direct(child) if isinstance(child, nn.ModuleList) else [child]
+        direct += _direct_children(child) if isinstance(child, nn.ModuleList) else [child]
     return direct

@@ -11,7 +11,7 @@ from streambp.planner.plan import Plan
 from streambp.planner.seconds import seconds
 from streambp.planner.suggestions import seconds_of
 
-STEPS_OF_TWO = 8  # lengths within a factor of two that are told apart
+LENGTHS_PER_DOUBLING = 8  # lengths within a factor of two that are told apart
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +65,7 @@ def whole_run(
         placed_setting = dataclasses.replace(setting, on_host=choice.on_host)
         method = plan.profile.method(choice.method)
         total = 0.0
-        for length, number in Counter(map(rounded_up, row_lengths)).items():
+        for length, number in Counter(map(round_up, row_lengths)).items():
             tokens_of_row = min(length, plan.seq_len)
             tokens_of_row += -tokens_of_row % setting.ranks
             chunk = min(choice.chunk_size, tokens_of_row)
@@ -79,10 +79,12 @@ def whole_run(
     return WholeRun(len(row_lengths), tokens, epochs, packed, hours, spent, money)
 
 
-def rounded_up(length: int) -> int:
+def round_up(length: int) -> int:
     """Return the length rounded up to a power of 2 ** (1/8), at most a tenth longer, so that steps
     of few different lengths have to be predicted."""
-    return math.ceil(2 ** (math.ceil(STEPS_OF_TWO * math.log2(length)) / STEPS_OF_TWO))
+    return math.ceil(
+        2 ** (math.ceil(LENGTHS_PER_DOUBLING * math.log2(length)) / LENGTHS_PER_DOUBLING)
+    )
 
 
 def whole_run_text(run: WholeRun, seq_len: int) -> str:

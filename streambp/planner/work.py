@@ -5,8 +5,8 @@ An operation reads its inputs once and writes its outputs once; it also reads a 
 changes in place. A broadcast dimension is read once. Views and empty tensors move nothing. Fills
 and `copy_` do not read their destination. Gathers and scatters move the selected elements twice. A
 matrix product that adds to a sum moves the sum twice. All other costs of matrix products and
-attention are in their FLOPs. A product that is `SKINNY` costs its bytes instead: products of
-adapters are a hundredth of a LoRA layer's FLOPs and a fifth of its time.
+attention are in their FLOPs. A product of which a size is at most `MAX_SKINNY_SIZE` costs its
+bytes instead: products of adapters are a hundredth of a LoRA layer's FLOPs and a fifth of its time.
 """
 
 from __future__ import annotations
@@ -66,30 +66,34 @@ def tensors(value: Any) -> list[Tensor]:
     return members
 
 
-GROUPED = aten._grouped_mm.default if hasattr(aten, "_grouped_mm") else None
-FACTORS = {  # index of the first factor among the arguments
+GROUPED_PRODUCT = aten._grouped_mm.default if hasattr(aten, "_grouped_mm") else None
+FACTOR_INDEX = {  # index of the first factor among the arguments
     aten.mm.default: 0, aten.addmm.default: 1, aten.addmm_.default: 1, aten.mm.dtype: 0, aten.addmm.dtype_out: 1,
-    aten.bmm.default: 0, aten.baddbmm.default: 1, GROUPED: 0,
+    aten.bmm.default: 0, aten.baddbmm.default: 1, GROUPED_PRODUCT: 0,
 }  # fmt: skip
-SKINNY = 64  # the least of a product's three sizes, up to which memory bounds it: FLOPs a byte, of an H100 about 250
-ADDS_TO_A_SUM = frozenset({aten.addmm_.default, aten.addmm.dtype_out})
+# the least of a product's three sizes, up to which memory bounds it: FLOPs a byte, of an H100 about
+# 250
+MAX_SKINNY_SIZE = 64
+ACCUMULATING_PRODUCTS = frozenset({aten.addmm_.default, aten.addmm.dtype_out})
 
-FORWARDS = (
+ATTENTION_FORWARDS = (
     aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._flash_attention_forward.default,
     aten._scaled_dot_product_efficient_attention.default,
 )
-BACKWARDS = (
+ATTENTION_BACKWARDS = (
     aten._scaled_dot_product_flash_attention_backward.default,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
     aten._flash_attention_backward.default,
     aten._scaled_dot_product_efficient_attention_backward.default,
 )
-ATTENTION = frozenset(FORWARDS + BACKWARDS)
-CAUSAL_AT = {  # index of is_causal among the arguments
-    FORWARDS[0]: 4, FORWARDS[1]: 4, FORWARDS[2]: 8, FORWARDS[3]: 6,
-    BACKWARDS[0]: 11, BACKWARDS[1]: 7, BACKWARDS[2]: 11, BACKWARDS[3]: 11,
+ATTENTION_OPERATORS = frozenset(ATTENTION_FORWARDS + ATTENTION_BACKWARDS)
+CAUSAL_INDEX = {  # index of is_causal among the arguments
+    ATTENTION_FORWARDS[0]: 4, ATTENTION_FORWARDS[1]: 4, ATTENTION_FORWARDS[2]: 8,
+    ATTENTION_FORWARDS[3]: 6,
+    ATTENTION_BACKWARDS[0]: 11, ATTENTION_BACKWARDS[1]: 7, ATTENTION_BACKWARDS[2]: 11,
+    ATTENTION_BACKWARDS[3]: 11,
 }  # fmt: skip
 
 
@@ -101,8 +105,11 @@ def _attention_shapes(func: Any, args: Any) -> tuple[int, int, int, int, int, in
         func: the operation, an overload of `torch.ops.aten`.
         args: positional arguments of the operation.
     """
-    q, k, v = args[1:4] if func in BACKWARDS else args[:3]
-    if func in (FORWARDS[2], BACKWARDS[2]):  # token major, [B, T, H, D] or [T, H, D]
+    q, k, v = args[1:4] if func in ATTENTION_BACKWARDS else args[:3]
+    if func in (
+        ATTENTION_FORWARDS[2],
+        ATTENTION_BACKWARDS[2],
+    ):  # token major, [B, T, H, D] or [T, H, D]
         rows = q.shape[0] if q.dim() == 4 else 1
         return rows, q.shape[-2], k.shape[-2], q.shape[-3], k.shape[-3], q.shape[-1], v.shape[-1]
     return q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3]
@@ -146,9 +153,9 @@ def attention_flops(func: Any, args: Any, kwargs: Any) -> int:
         kwargs: keyword arguments of the operation, such as the window's size.
     """
     rows, heads, _, queries, keys, size, value_size = _attention_shapes(func, args)
-    causal = len(args) > CAUSAL_AT[func] and args[CAUSAL_AT[func]] is True
+    causal = len(args) > CAUSAL_INDEX[func] and args[CAUSAL_INDEX[func]] is True
     left_size = kwargs.get("window_size_left")
-    if func in BACKWARDS:
+    if func in ATTENTION_BACKWARDS:
         products = 3 * size + 2 * value_size
     else:
         products = size + value_size
@@ -172,24 +179,26 @@ def workspace(func: Any, args: Any, kernels: str) -> int:
         args: positional arguments of the operation.
         kernels: "flash" or "cudnn", the kernels that run on the GPU.
     """
-    if func is BACKWARDS[1]:
+    if func is ATTENTION_BACKWARDS[1]:
         return 0
     rows, heads, kv_heads, queries, keys, size, value_size = _attention_shapes(func, args)
     total = 4 * rows * heads * queries * (size + 1)
-    if func is BACKWARDS[3]:
+    if func is ATTENTION_BACKWARDS[3]:
         return total + 4 * rows * heads * keys * (size + value_size)
     if kernels == "flash" and heads != kv_heads:
         total += args[1].element_size() * rows * heads * keys * (size + value_size)
     return total
 
 
-EMPTY = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
-ONLY_WRITTEN = frozenset(
+EMPTY_CREATORS = frozenset(
+    {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+)
+FILLING_OPERATORS = frozenset(
     {"zero_", "fill_", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"}
 )
-COPIES = frozenset({"copy_"})
-SELECTED_RESULT = frozenset({"index", "index_select", "gather", "embedding"})
-SELECTED_SOURCE = {  # index of the source that is written to selected elements
+COPY_OPERATORS = frozenset({"copy_"})
+GATHERING_OPERATORS = frozenset({"index", "index_select", "gather", "embedding"})
+SCATTER_SOURCE_INDEX = {  # index of the source that is written to selected elements
     "index_put_": 2, "index_put": 2, "index_add_": 3, "index_add": 3, "index_copy_": 3,
     "scatter_": 3, "scatter": 3, "scatter_add_": 3, "scatter_add": 3, "embedding_dense_backward": 0,
 }  # fmt: skip
@@ -214,19 +223,19 @@ def traffic_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     """
     name = func._overloadpacket.__name__
     output_bytes = sum(map(_size, tensors(result)))
-    if func in ADDS_TO_A_SUM:
+    if func in ACCUMULATING_PRODUCTS:
         return 2 * output_bytes
-    if func in FACTORS or func in ATTENTION or name in EMPTY:
+    if func in FACTOR_INDEX or func in ATTENTION_OPERATORS or name in EMPTY_CREATORS:
         return 0
-    if name in ONLY_WRITTEN:
+    if name in FILLING_OPERATORS:
         return output_bytes
-    if name in COPIES:
+    if name in COPY_OPERATORS:
         return _size(args[1]) + output_bytes
-    if name in SELECTED_RESULT:
+    if name in GATHERING_OPERATORS:
         return 2 * output_bytes
-    if name in SELECTED_SOURCE:
-        if len(args) > SELECTED_SOURCE[name]:
-            source = args[SELECTED_SOURCE[name]]
+    if name in SCATTER_SOURCE_INDEX:
+        if len(args) > SCATTER_SOURCE_INDEX[name]:
+            source = args[SCATTER_SOURCE_INDEX[name]]
         else:
             source = None
         if isinstance(source, Tensor):
@@ -250,21 +259,25 @@ def work_of(func: Any, args: Any, kwargs: Any, result: Any) -> Work:
         kwargs: keyword arguments of the operation.
         result: the operation's result.
     """
-    if func in FACTORS:
-        a, b = args[FACTORS[func] :][:2]
+    if func in FACTOR_INDEX:
+        a, b = args[FACTOR_INDEX[func] :][:2]
         # In a grouped product, every row of a meets one matrix of b, or every column one group.
-        terms = math.prod(a.shape[-2:] if func is GROUPED else a.shape)
+        terms = math.prod(a.shape[-2:] if func is GROUPED_PRODUCT else a.shape)
         size = traffic_of(func, args, kwargs, result)
-        if a.dim() == 2 and func is not GROUPED and min(*a.shape, b.shape[-1]) <= SKINNY:
-            if func in ADDS_TO_A_SUM:
+        if (
+            a.dim() == 2
+            and func is not GROUPED_PRODUCT
+            and min(*a.shape, b.shape[-1]) <= MAX_SKINNY_SIZE
+        ):
+            if func in ACCUMULATING_PRODUCTS:
                 output_bytes = 0
             else:
                 output_bytes = _size(tensors(result)[0])
             size += _size(a) + _size(b) + output_bytes
         return Work(2 * terms * b.shape[-1], traffic=size, dispatches=1)
-    if func in ATTENTION:
+    if func in ATTENTION_OPERATORS:
         flops = attention_flops(func, args, kwargs)
-        if func in BACKWARDS:
+        if func in ATTENTION_BACKWARDS:
             return Work(backward=flops, dispatches=1)
         return Work(forward=flops, dispatches=1)
     return Work(traffic=traffic_of(func, args, kwargs, result), dispatches=1)

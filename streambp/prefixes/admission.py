@@ -26,43 +26,43 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from streambp.accumulate import HALF
-from streambp.admission.agreement import SCORES
-from streambp.admission.generators import leaving_no_trace
+from streambp.accumulate import HALF_DTYPES
+from streambp.admission.agreement import SCORE_TOLERANCE_FACTOR
+from streambp.admission.generators import restore_module_state
 from streambp.attention.masks import LazyMask
 from streambp.device import RandomState, autocast_dtype, is_out_of_memory
 from streambp.errors import UnsharedError
 from streambp.known_names import (
-    EMBEDS,
+    EMBEDDINGS_ARGUMENT,
     LABELS,
     NOISY_EMBEDDINGS,
     QUANT_STATE,
     SHARED_INPUTS,
     Z_LOSS,
 )
-from streambp.layer.call import recording
+from streambp.layer.call import record_outputs
 from streambp.layer.choices import ReplayedChoices
 from streambp.layer.layer_state import LayerState
 from streambp.prefixes.arguments import (
-    TRIAL,
-    known_by,
+    TRIAL_SHAPE,
     mask_and_positions,
-    packed,
+    pack_arguments,
+    token_numbers,
     tokens_of,
-    trial_of,
+    trial_arguments,
     why_not_packed,
 )
-from streambp.prefixes.spread import spread_all
-from streambp.prefixes.tree import Tree, find_tree
+from streambp.prefixes.row_outputs import spread_outputs
+from streambp.prefixes.tree import PrefixTree, find_tree
 from streambp.tensors import replace_attribute
 
-DROPS = "drop"  # part of names of modules with dropout, and of rate attributes
-JITTER = "jitter"  # part of names of attributes that scale a router's input at random
+DROPOUT_WORD = "drop"  # part of names of modules with dropout, and of rate attributes
+JITTER_WORD = "jitter"  # part of names of attributes that scale a router's input at random
 # maximal relative error of a trial, from rounding
-BAR = 1e-4
-BAR_IN_HALF = 3e-2
+TRIAL_TOLERANCE = 1e-4
+HALF_TRIAL_TOLERANCE = 3e-2
 # a backbone's forward: (arguments, None or a tree, in trials a list for exceptions)
-Over = Callable[..., Any]
+BackboneCall = Callable[..., Any]
 
 
 def why_not(
@@ -104,9 +104,9 @@ def draws_noise(module: nn.Module) -> bool:
     for part in module.modules():
         if not part.training:
             continue
-        is_dropout = DROPS in type(part).__name__.lower()
+        is_dropout = DROPOUT_WORD in type(part).__name__.lower()
         for name, value in vars(part).items():
-            is_rate = DROPS in name or JITTER in name or (name == "p" and is_dropout)
+            is_rate = DROPOUT_WORD in name or JITTER_WORD in name or (name == "p" and is_dropout)
             if is_rate and isinstance(value, float) and value > 0:
                 return True
     return False
@@ -121,7 +121,9 @@ def _embeddings(module: nn.Module) -> nn.Module | None:
     return None
 
 
-def tell(tree: Tree, layer_state: LayerState, args: Any, kwargs: Mapping[str, Any]) -> None:
+def attach_tree(
+    tree: PrefixTree, layer_state: LayerState, args: Any, kwargs: Mapping[str, Any]
+) -> None:
     """Store the tree of the packed row in each attention mask (`LazyMask`) among a layer's
     arguments. Attention finds there which keys each token of the packed row may read.
 
@@ -159,7 +161,7 @@ def check_streamed(layer_state: LayerState) -> None:
         )
 
 
-class Trials:
+class PackedRowTrials:
     """Tests, with random tokens, if a backbone computes the same for a packed row with shared
     prefixes as for the rows themselves, and the stored results of these tests.
 
@@ -198,7 +200,7 @@ class Trials:
     def make(
         self,
         kwargs: Mapping[str, Any],
-        over: Over,
+        over: BackboneCall,
         layer_states: list[LayerState],
         fork_distance: int,
         on_all_ranks: bool,
@@ -213,37 +215,42 @@ class Trials:
             fork_distance: minimum number of tokens between two positions at which rows branch.
             on_all_ranks: True if all ranks run this test together, as forwards contain collectives.
         """
-        shares = kwargs.get(EMBEDS) is None
+        shares = kwargs.get(EMBEDDINGS_ARGUMENT) is None
         padded = kwargs.get(SHARED_INPUTS[1]) is not None
         embeddings: Any = _embeddings(self.module)
         vocabulary = int(getattr(embeddings, "num_embeddings", 0) or self.module.config.vocab_size)  # type: ignore[union-attr, arg-type]
         reasons: list[str | None] = []
         for with_padding in (False,) * shares + (True,) * padded:
-            trial = trial_of(kwargs, vocabulary, with_padding)
+            trial = trial_arguments(kwargs, vocabulary, with_padding)
             reasons.append(self._try(trial, over, layer_states, fork_distance, on_all_ranks))
         self.verdicts[self.kind_of(kwargs)] = reasons[0], reasons[-1]
 
     def _try(
         self,
         kwargs: dict[str, Any],
-        over: Over,
+        over: BackboneCall,
         layer_states: list[LayerState],
         fork_distance: int,
         on_all_ranks: bool,
     ) -> str | None:
         mask, positions = mask_and_positions(kwargs)
-        ids = known_by(kwargs)
+        ids = token_numbers(kwargs)
         tree = find_tree(
-            ids, mask, positions, min_prefix=TRIAL[1] // 3, saves=0.0, fork_distance=fork_distance
+            ids,
+            mask,
+            positions,
+            min_prefix=TRIAL_SHAPE[1] // 3,
+            min_savings=0.0,
+            fork_distance=fork_distance,
         )
-        assert isinstance(tree, Tree), tree
+        assert isinstance(tree, PrefixTree), tree
         is_token = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask != 0  # [B, T]
-        random = RandomState.capture(ids.device).replayed()
+        random = RandomState.capture(ids.device).replay()
         with (
             torch.no_grad(),
-            _in_eval(self.module),
-            leaving_no_trace(self.module) as restored,
-            recording(()),
+            _eval_mode(self.module),
+            restore_module_state(self.module) as restored,
+            record_outputs(()),
             random,
         ):
             failed: list[Exception] = []
@@ -254,20 +261,19 @@ class Trials:
                 restored.end_run()
                 restored.rewind()
                 replayed = [
-                    choices.rearranged(functools.partial(_in_packed_row, tree))
-                    for choices in recorded
+                    choices.rearrange(functools.partial(_pack_row, tree)) for choices in recorded
                 ]
                 with replace_attribute(layer_states, "choices", replayed):
-                    row = over(packed(kwargs, tree, self.takes_positions), tree, failed)
+                    row = over(pack_arguments(kwargs, tree, self.takes_positions), tree, failed)
                 if not failed:
                     expected = rows[0][is_token]
-                    results = spread_all(row, tree)[0][is_token]
+                    results = spread_outputs(row, tree)[0][is_token]
             except Exception as error:
                 if on_all_ranks and (failed or is_out_of_memory(error)):
                     # Other ranks continue this forward, so this rank cannot skip it.
                     raise (failed or [error])[0] from None
                 failed.append(error)
-            set_otherwise = [] if failed else restored.set_otherwise()
+            set_otherwise = [] if failed else restored.values_set_again()
         if failed:
             if isinstance(failed[0], UnsharedError):
                 return str(failed[0])
@@ -279,31 +285,29 @@ class Trials:
             )
         if set_otherwise:
             return f"its forward initialises itself at its first call ({', '.join(set_otherwise)})"
-        in_half = expected.dtype in HALF or autocast_dtype(ids.device.type) in HALF
+        in_half = expected.dtype in HALF_DTYPES or autocast_dtype(ids.device.type) in HALF_DTYPES
         results = results.double()
         expected = expected.double()
         if in_half:  # distance over all values, because single values round coarsely
-            distance = float((results - expected).norm() / expected.norm().clamp(min=1e-30))
-            bar = BAR_IN_HALF
+            diff = float((results - expected).norm() / expected.norm().clamp(min=1e-30))
+            bar = HALF_TRIAL_TOLERANCE
         else:
-            distance = float(
-                (results - expected).abs().max() / expected.abs().max().clamp(min=1e-30)
-            )
-            bar = BAR
+            diff = float((results - expected).abs().max() / expected.abs().max().clamp(min=1e-30))
+            bar = TRIAL_TOLERANCE
         scores = max(
-            (choices.typical() if in_half else choices.furthest() for choices in replayed),
+            (choices.rms_distance() if in_half else choices.max_distance() for choices in replayed),
             default=0.0,
         )
-        if distance <= bar and scores <= SCORES * bar:
+        if diff <= bar and scores <= SCORE_TOLERANCE_FACTOR * bar:
             return None
-        distance = max(distance, scores / SCORES)
+        diff = max(diff, scores / SCORE_TOLERANCE_FACTOR)
         return (
             "a trial on a few random tokens gave something else than rows do (relative error "
-            f"{distance:.1e})"
+            f"{diff:.1e})"
         )
 
 
-def _in_packed_row(tree: Tree, of_rows: Tensor) -> Tensor:
+def _pack_row(tree: PrefixTree, of_rows: Tensor) -> Tensor:
     """Return recorded router scores or choices for the tokens of the packed row, [1, N, ...],
     selected from the records for the rows' tokens, [B, T, ...]. A trial runs the rows first, and
     then sends each token of the packed row to the same experts.
@@ -311,8 +315,8 @@ def _in_packed_row(tree: Tree, of_rows: Tensor) -> Tensor:
     A packed row may end with an additional token, for which nothing was recorded. This token gets
     the last token's integers, and NaN for floats.
     """
-    records = tree.packed(of_rows)
-    if tree.furthest is None:
+    records = tree.pack(of_rows)
+    if tree.extra_position is None:
         return records
     last = records[:, -1:]
     if last.is_floating_point():
@@ -321,7 +325,7 @@ def _in_packed_row(tree: Tree, of_rows: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def _in_eval(module: nn.Module) -> Iterator[None]:
+def _eval_mode(module: nn.Module) -> Iterator[None]:
     """Context manager that sets all modules to eval mode, except modules with quantized weights:
     the CPU code of bitsandbytes permanently repacks weights in eval mode."""
     training = []

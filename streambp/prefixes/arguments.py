@@ -1,6 +1,6 @@
 """Read a backbone call's arguments token by token, and convert them to arguments of a packed row.
 
-Two tokens are equal if their ids, positions and values of `known_names.PER_TOKEN` are equal.
+Two tokens are equal if their ids, positions and values of `known_names.TOKEN_ARGUMENTS` are equal.
 Embeddings are not compared: tokens given as embeddings all differ. Rows of embeddings therefore
 share nothing, and only their padding is left out.
 """
@@ -15,25 +15,32 @@ from torch import Tensor, nn
 
 from streambp.device import has_data
 from streambp.known_names import (
-    EMBEDS,
-    IN_ORDER,
+    EMBEDDINGS_ARGUMENT,
     LABELS,
-    PER_TOKEN,
-    SAYS_NOTHING_OF_TOKENS,
+    MARKED_TOKEN_ARGUMENTS,
     SHARED_INPUTS,
+    TOKEN_ARGUMENTS,
+    TOKEN_INDEPENDENT_ARGUMENTS,
 )
-from streambp.prefixes.tree import Tree
+from streambp.prefixes.tree import PrefixTree
 
-TRIAL = (3, 24)  # rows and tokens of a trial
-PADS = (4, 3)  # padding in trials: left of all rows, and right of the last row
-KNOWN = {*SHARED_INPUTS, EMBEDS, *PER_TOKEN, *IN_ORDER, *SAYS_NOTHING_OF_TOKENS, *LABELS}
+TRIAL_SHAPE = (3, 24)  # rows and tokens of a trial
+TRIAL_PADDING = (4, 3)  # padding in trials: left of all rows, and right of the last row
+KNOWN_ARGUMENTS = {
+    *SHARED_INPUTS,
+    EMBEDDINGS_ARGUMENT,
+    *TOKEN_ARGUMENTS,
+    *MARKED_TOKEN_ARGUMENTS,
+    *TOKEN_INDEPENDENT_ARGUMENTS,
+    *LABELS,
+}
 TEXT_FIRST = 4  # axes of positions: text, time, height and width; three axes lack text
 
 
 def tokens_of(kwargs: Mapping[str, Any]) -> Any:
     """Return input_ids [B, T] of a call, or inputs_embeds [B, T, h] without input_ids."""
     ids = kwargs.get(SHARED_INPUTS[0])
-    return ids if ids is not None else kwargs.get(EMBEDS)
+    return ids if ids is not None else kwargs.get(EMBEDDINGS_ARGUMENT)
 
 
 def mask_and_positions(kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
@@ -41,7 +48,7 @@ def mask_and_positions(kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
     return kwargs.get(SHARED_INPUTS[1]), kwargs.get(SHARED_INPUTS[2])
 
 
-def _without_labels(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def _drop_labels(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments without labels, which do not fit the packed row. The loss is computed
     from outputs of the batch's rows."""
     return {name: value for name, value in kwargs.items() if name not in LABELS}
@@ -51,7 +58,7 @@ def why_not_packed(kwargs: Mapping[str, Any]) -> str | None:
     """Return the reason, as text for `describe`, why a call with these arguments needs its rows as
     they are. None if its tokens can be packed into one row."""
     for name, value in kwargs.items():
-        if name not in KNOWN and value is not None:
+        if name not in KNOWN_ARGUMENTS and value is not None:
             return (
                 f"the call has {name}, which may say more of a token than its id and its position"
             )
@@ -74,10 +81,10 @@ def why_not_packed(kwargs: Mapping[str, Any]) -> str | None:
         and positions.shape[-2:] in (shape, (1, shape[1]))
     ):
         return "position_ids are not [B, T] or [axes, B, T]"
-    for name in PER_TOKEN:
+    for name in TOKEN_ARGUMENTS:
         if kwargs.get(name) is not None and kwargs[name].shape != shape:
             return f"{name} are not [B, T]"
-    for name, marks in IN_ORDER.items():
+    for name, marks in MARKED_TOKEN_ARGUMENTS.items():
         if kwargs.get(name) is None:
             continue
         if mask is None or kwargs.get(marks) is None or not embedded:
@@ -87,7 +94,7 @@ def why_not_packed(kwargs: Mapping[str, Any]) -> str | None:
     return None
 
 
-def known_by(kwargs: Mapping[str, Any]) -> Tensor:
+def token_numbers(kwargs: Mapping[str, Any]) -> Tensor:
     """Return integers [B, T] that are equal for two tokens if and only if the tokens' ids and
     per-token arguments are equal. `find_tree` looks for common beginnings of rows in these
     integers. Text positions are not compared. Tokens passed as embeddings all get different
@@ -97,9 +104,9 @@ def known_by(kwargs: Mapping[str, Any]) -> Tensor:
     shape = tokens.shape[:2]
     if tokens.is_floating_point():
         return torch.arange(shape.numel(), device=tokens.device).view(shape)
-    values = [kwargs[name] for name in PER_TOKEN if kwargs.get(name) is not None]
+    values = [kwargs[name] for name in TOKEN_ARGUMENTS if kwargs.get(name) is not None]
     if positions is not None and positions.dim() == 3:
-        values += [_numbered(axis.expand(shape)) for axis in positions]
+        values += [_number_positions(axis.expand(shape)) for axis in positions]
     if not values:
         return tokens  # type: ignore[no-any-return]
     # [B * T, what is said]
@@ -107,7 +114,7 @@ def known_by(kwargs: Mapping[str, Any]) -> Tensor:
     return rows_of_values.unique(dim=0, return_inverse=True)[1].view(shape)
 
 
-def _numbered(axis: Tensor) -> Tensor:
+def _number_positions(axis: Tensor) -> Tensor:
     """Return integers [B, T] that are equal for equal positions `axis` [B, T], for comparison with
     other tokens. Integer positions are returned unchanged."""
     if axis.is_floating_point():
@@ -115,7 +122,9 @@ def _numbered(axis: Tensor) -> Tensor:
     return axis
 
 
-def packed(kwargs: Mapping[str, Any], tree: Tree, takes_positions: bool = True) -> dict[str, Any]:
+def pack_arguments(
+    kwargs: Mapping[str, Any], tree: PrefixTree, takes_positions: bool = True
+) -> dict[str, Any]:
     """Return a call's arguments for the packed row, without labels: tokens [1, N, ...], a mask [1,
     N] of ones, and, if accepted, position_ids [1, N] or [axes, 1, N].
 
@@ -124,7 +133,7 @@ def packed(kwargs: Mapping[str, Any], tree: Tree, takes_positions: bool = True) 
         tree: the packed row.
         takes_positions: True if the forward accepts position_ids.
     """
-    arguments = _without_labels(kwargs)
+    arguments = _drop_labels(kwargs)
     mask, positions = mask_and_positions(kwargs)
     tokens = tokens_of(kwargs)
     if positions is None:
@@ -132,29 +141,29 @@ def packed(kwargs: Mapping[str, Any], tree: Tree, takes_positions: bool = True) 
     # [B, T] or [axes, B, T]
     positions = positions.expand(*positions.shape[:-2], len(tree.rows), -1)
     if positions.dim() == 2:
-        packed_positions = tree.packed(positions)
+        packed_positions = tree.pack(positions)
     else:
-        packed_positions = torch.stack([tree.packed(axis) for axis in positions])
-    if tree.furthest is not None:
-        packed_positions = nn.functional.pad(packed_positions, (0, 1), value=tree.furthest)
+        packed_positions = torch.stack([tree.pack(axis) for axis in positions])
+    if tree.extra_position is not None:
+        packed_positions = nn.functional.pad(packed_positions, (0, 1), value=tree.extra_position)
     # A missing mask would make transformers search the positions for documents.
     arguments[SHARED_INPUTS[1]] = (tokens if mask is None else mask).new_ones(1, tree.length)
     if takes_positions:
         arguments[SHARED_INPUTS[2]] = packed_positions
-    for name in (SHARED_INPUTS[0], EMBEDS, *PER_TOKEN):
+    for name in (SHARED_INPUTS[0], EMBEDDINGS_ARGUMENT, *TOKEN_ARGUMENTS):
         if kwargs.get(name) is not None:
-            arguments[name] = row = tree.packed(kwargs[name])  # [1, tokens, ...]
-            if tree.furthest is not None:
+            arguments[name] = row = tree.pack(kwargs[name])  # [1, tokens, ...]
+            if tree.extra_position is not None:
                 # Append a copy of the first token. A padding id may have a zero embedding, and a
                 # root of zeros has no gradient (Gemma 3n).
                 first = row[:, :1].detach()
-                if name in PER_TOKEN:
+                if name in TOKEN_ARGUMENTS:
                     first = torch.zeros_like(first)
                 arguments[name] = torch.cat([row, first], 1)
     return arguments
 
 
-def trial_of(kwargs: Mapping[str, Any], vocabulary: int, padded: bool) -> dict[str, Any]:
+def trial_arguments(kwargs: Mapping[str, Any], vocabulary: int, padded: bool) -> dict[str, Any]:
     """Return arguments for a test: the same names as in `kwargs`, for three rows of random tokens
     that share prefixes.
 
@@ -164,29 +173,33 @@ def trial_of(kwargs: Mapping[str, Any], vocabulary: int, padded: bool) -> dict[s
         padded: True for padding on both sides.
     """
     mask, positions = mask_and_positions(kwargs)
-    length = TRIAL[1]
+    length = TRIAL_SHAPE[1]
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(vocabulary, TRIAL, generator=generator, device="cpu")
+    tokens = torch.randint(vocabulary, TRIAL_SHAPE, generator=generator, device="cpu")
     tokens[1, : length // 2] = tokens[0, : length // 2]
     tokens[2, : length * 5 // 6] = tokens[1, : length * 5 // 6]
     real = torch.ones_like(tokens)
     if padded:
-        real[:, : PADS[0]] = 0
-        real[2, -PADS[1] :] = 0
-    arguments = _without_labels(kwargs)
+        real[:, : TRIAL_PADDING[0]] = 0
+        real[2, -TRIAL_PADDING[1] :] = 0
+    arguments = _drop_labels(kwargs)
     tokens_of_call = tokens_of(kwargs)
     if tokens_of_call.is_floating_point():
         random_values = torch.randn(
-            *TRIAL, tokens_of_call.shape[-1], generator=generator, device="cpu", dtype=torch.float32
+            *TRIAL_SHAPE,
+            tokens_of_call.shape[-1],
+            generator=generator,
+            device="cpu",
+            dtype=torch.float32,
         )
-        arguments[EMBEDS] = random_values.to(tokens_of_call)
+        arguments[EMBEDDINGS_ARGUMENT] = random_values.to(tokens_of_call)
     else:
         arguments[SHARED_INPUTS[0]] = tokens.to(tokens_of_call)
     marked = tokens % 2 * real  # [rows, tokens]
-    for name in PER_TOKEN:
+    for name in TOKEN_ARGUMENTS:
         if kwargs.get(name) is not None:
             arguments[name] = marked.to(kwargs[name])
-    for name in IN_ORDER:
+    for name in MARKED_TOKEN_ARGUMENTS:
         if kwargs.get(name) is not None:
             arguments[name] = []
             for like in kwargs[name]:

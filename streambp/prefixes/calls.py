@@ -20,40 +20,47 @@ from torch import Tensor, nn
 
 from streambp.admission.third_party import why_rows
 from streambp.device import is_out_of_memory
-from streambp.distributed.engines import everyones_numbers, must_agree
+from streambp.distributed.engines import gather_numbers, must_agree
 from streambp.errors import StreamBPError, UnsharedError
-from streambp.known_names import EMBEDS, LABELS, PER_TOKEN, SHARED_INPUTS
+from streambp.known_names import EMBEDDINGS_ARGUMENT, LABELS, SHARED_INPUTS, TOKEN_ARGUMENTS
 from streambp.layer.layer_state import LayerState
-from streambp.prefixes.admission import Over, Trials, draws_noise, why_not
-from streambp.prefixes.arguments import known_by, mask_and_positions, packed
-from streambp.prefixes.late import LateRows, RowsForward
-from streambp.prefixes.spread import spread_all
-from streambp.prefixes.tree import A_CHUNK, NOTHING_SHARED, Tree, find_tree
+from streambp.prefixes.admission import BackboneCall, PackedRowTrials, draws_noise, why_not
+from streambp.prefixes.arguments import mask_and_positions, pack_arguments, token_numbers
+from streambp.prefixes.deferred_rows import DeferredRows, RowsForward
+from streambp.prefixes.row_outputs import spread_outputs
+from streambp.prefixes.tree import (
+    CHUNK_OVERHEAD_TOKENS,
+    REASON_NOTHING_SHARED,
+    PrefixTree,
+    find_tree,
+)
 
-IGNORED = -100  # label of tokens without a label
+IGNORED_LABEL = -100  # label of tokens without a label
 # returns True if no code reads values of padding; None: the caller does
-Unseen = Callable[[], bool] | None
-AS_UNPATCHED = "a packed row would not save a tenth of the last call's tokens, and it ran unpatched"
-ONE_ROW = "the last call has one row or none"
-PADDING_IS_SEEN = (
+PaddingCheck = Callable[[], bool] | None
+REASON_RUN_UNPATCHED = (
+    "a packed row would not save a tenth of the last call's tokens, and it ran unpatched"
+)
+REASON_ONE_ROW = "the last call has one row or none"
+REASON_PADDING_RETURNED = (
     "the last call's caller gets values at padding, which a packed row has not (hidden states, "
     "logits or router logits), or code of its own may read them (a hook, a head, a forward, a "
     "loss); with rows='packed' they are another token's"
 )
-PADDING_IS_READ = (
+REASON_PADDING_READ = (
     "the program has read logits at padding, which a packed row has not; with rows='packed' they "
     "are another token's"
 )
-NOISE_IS_SEEN = (
+REASON_SHARED_NOISE = (
     "dropout or jitter would draw the same noise for tokens that rows have in common; with "
     "rows='packed' it does, and they are computed once"
 )
 # reasons that need no report with the default setting
-UNREMARKABLE = (AS_UNPATCHED, ONE_ROW, NOTHING_SHARED)
+UNREPORTED_REASONS = (REASON_RUN_UNPATCHED, REASON_ONE_ROW, REASON_NOTHING_SHARED)
 
 
 @dataclasses.dataclass(frozen=True)
-class Shared:
+class PackedRowSizes:
     """Sizes of a batch computed as one packed row, for `describe`.
 
     Attributes:
@@ -84,20 +91,20 @@ class SharedPrefixes:
 
     def __init__(self, module: nn.Module, rows: str) -> None:
         self.rows = rows
-        self.trials = Trials(module)
+        self.trials = PackedRowTrials(module)
         self.module = module
-        self.last: Shared | str | None = None
-        self._looked: tuple[list[tuple[Tensor, int | None]], Tree | str] | None = None
+        self.last: PackedRowSizes | str | None = None
+        self._looked: tuple[list[tuple[Tensor, int | None]], PrefixTree | str] | None = None
         self._reads_padding: set[tuple[bool, bool]] = set()  # keys from `_caller`
 
     def call(
         self,
         kwargs: Mapping[str, Any],
-        over: Over,
+        over: BackboneCall,
         layer_states: Callable[[], list[LayerState]],
         labels: tuple[Any, Any] = (None, None),
         documents: bool = False,
-        padding_unseen: Unseen = None,
+        padding_unseen: PaddingCheck = None,
         rows_forward: RowsForward | None = None,
     ) -> Any:
         """Return the backbone's output for rows [B, T], computed on a packed row or on the rows.
@@ -118,18 +125,18 @@ class SharedPrefixes:
                 rank.
         """
         tree = self._find(kwargs, over, layer_states, labels, padding_unseen)
-        if documents and isinstance(tree, Tree):
+        if documents and isinstance(tree, PrefixTree):
             tree = "position_ids mark documents in packed rows"
-        if isinstance(tree, Tree):
+        if isinstance(tree, PrefixTree):
             late_rows = None
             if rows_forward is not None:
-                late_rows = self._late(rows_forward, tree, labels)
+                late_rows = self._defer_rows(rows_forward, tree, labels)
             try:
-                output = over(packed(kwargs, tree, self.trials.takes_positions), tree)
+                output = over(pack_arguments(kwargs, tree, self.trials.takes_positions), tree)
                 compute = None
                 if late_rows is not None:
-                    compute = late_rows.of(output)
-                output = spread_all(output, tree, compute_rows=compute)
+                    compute = late_rows.set_packed_states(output)
+                output = spread_outputs(output, tree, compute_rows=compute)
             except Exception as error:  # a hook may need the rows, as for peft's adapter_names
                 if is_out_of_memory(error):
                     raise
@@ -146,14 +153,16 @@ class SharedPrefixes:
                 self.trials.verdicts = dict.fromkeys(self.trials.verdicts, (tree, tree))
             else:
                 padding = len(tree.rows) * tree.width - tree.tokens_of_rows
-                self.last = Shared(len(tree.rows), tree.tokens_of_rows, padding, tree.tokens)
+                self.last = PackedRowSizes(
+                    len(tree.rows), tree.tokens_of_rows, padding, tree.tokens
+                )
                 return output
         self.last = tree
         return over(kwargs, None)
 
-    def _late(
-        self, rows_forward: RowsForward, tree: Tree, labels: tuple[Any, Any]
-    ) -> LateRows | None:
+    def _defer_rows(
+        self, rows_forward: RowsForward, tree: PrefixTree, labels: tuple[Any, Any]
+    ) -> DeferredRows | None:
         """Return an object that can still run the backbone on the batch's rows after the packed
         row, for a program that reads values at padding.
 
@@ -172,9 +181,9 @@ class SharedPrefixes:
 
         def record_padding_read() -> None:
             self._reads_padding.add(caller)
-            self.last = PADDING_IS_READ
+            self.last = REASON_PADDING_READ
 
-        return LateRows(self.module, rows_forward, tree, record_padding_read)
+        return DeferredRows(self.module, rows_forward, tree, record_padding_read)
 
     def _caller(self, labels: tuple[Any, Any]) -> tuple[bool, bool]:
         """Return a key for the program's code that makes this call: (True in training mode, True
@@ -187,7 +196,7 @@ class SharedPrefixes:
         kwargs: Mapping[str, Any],
         layer_states: list[LayerState],
         labels: tuple[Any, Any],
-        padding_unseen: Unseen,
+        padding_unseen: PaddingCheck,
     ) -> bool:
         """True if this call would be computed on a packed row, or must first be tested and has a
         packed row that saves tokens. Nothing is computed. Asked before a small batch runs
@@ -200,22 +209,22 @@ class SharedPrefixes:
             padding_unseen: see `call`.
         """
         return isinstance(
-            self._wanted(kwargs, lambda: layer_states, labels, padding_unseen)[0], Tree
+            self._decide(kwargs, lambda: layer_states, labels, padding_unseen)[0], PrefixTree
         )
 
     def _find(
         self,
         kwargs: Mapping[str, Any],
-        over: Over,
+        over: BackboneCall,
         layer_states: Callable[[], list[LayerState]],
         labels: tuple[Any, Any],
-        padding_unseen: Unseen,
-    ) -> Tree | str:
+        padding_unseen: PaddingCheck,
+    ) -> PrefixTree | str:
         on_all_ranks = must_agree(self.module)
-        tree, may_try = self._wanted(kwargs, layer_states, labels, padding_unseen, on_all_ranks)
+        tree, may_try = self._decide(kwargs, layer_states, labels, padding_unseen, on_all_ranks)
         self._looked = None
-        wants = isinstance(tree, Tree) and not self.trials.knows(kwargs)
-        if on_all_ranks and self._agreed(kwargs, may_try, wants):
+        wants = isinstance(tree, PrefixTree) and not self.trials.knows(kwargs)
+        if on_all_ranks and self._agree(kwargs, may_try, wants):
             self.trials.make(
                 kwargs, over, layer_states(), _fork_distance(layer_states()), on_all_ranks
             )
@@ -229,25 +238,25 @@ class SharedPrefixes:
                 self.trials.make(
                     kwargs, over, layer_states(), _fork_distance(layer_states()), on_all_ranks
                 )
-                return self._tried(kwargs, tree)  # type: ignore[arg-type]
+                return self._trial_verdict(kwargs, tree)  # type: ignore[arg-type]
             except Exception as error:
                 reason = f"a trial on a few random tokens failed ({type(error).__name__}: {error})"
                 # Running out of memory proves nothing about the model.
                 if not is_out_of_memory(error):
                     self.trials.verdicts[self.trials.kind_of(kwargs)] = reason, reason
                 return reason
-        if isinstance(tree, Tree):
-            return self._tried(kwargs, tree)
+        if isinstance(tree, PrefixTree):
+            return self._trial_verdict(kwargs, tree)
         return tree
 
-    def _wanted(
+    def _decide(
         self,
         kwargs: Mapping[str, Any],
         layer_states: Callable[[], list[LayerState]],
         labels: tuple[Any, Any],
-        padding_unseen: Unseen,
+        padding_unseen: PaddingCheck,
         on_all_ranks: bool = False,
-    ) -> tuple[Tree | str, bool]:
+    ) -> tuple[PrefixTree | str, bool]:
         """Return two values: the packed row for a call, or the reason against it as text; True if
         the backbone may be tested with calls of this form. The backbone does not run.
 
@@ -264,16 +273,16 @@ class SharedPrefixes:
         may_try = False
         try:
             if not on_all_ranks and self._is_one_row(kwargs):
-                return ONE_ROW, False
+                return REASON_ONE_ROW, False
             layers = layer_states()
             reason = self._why_not(kwargs, layers)
             if reason is not None:
                 return reason, False
             self.trials.kind_of(kwargs)
             may_try = True
-            tree = self._look(kwargs, layers, labels, padding_unseen)
-            if isinstance(tree, Tree) and self.trials.knows(kwargs):
-                tree = self._tried(kwargs, tree)
+            tree = self._find_tree(kwargs, layers, labels, padding_unseen)
+            if isinstance(tree, PrefixTree) and self.trials.knows(kwargs):
+                tree = self._trial_verdict(kwargs, tree)
             return tree, may_try
         except Exception as error:
             return (
@@ -294,13 +303,13 @@ class SharedPrefixes:
             return reason
         return why_rows(self.module)  # before a trial: hooks would get its tokens
 
-    def _look(
+    def _find_tree(
         self,
         kwargs: Mapping[str, Any],
         layer_states: list[LayerState],
         labels: tuple[Any, Any],
-        padding_unseen: Unseen,
-    ) -> Tree | str:
+        padding_unseen: PaddingCheck,
+    ) -> PrefixTree | str:
         """Return the packed row for a call, or the reason against it as text. The result is cached
         for the tensors of one call.
 
@@ -322,7 +331,11 @@ class SharedPrefixes:
         if shifted is None:
             shifted = kwargs.get(LABELS[1])
         key: list[tuple[Tensor, int | None]] = []
-        for x in (*map(kwargs.get, (*SHARED_INPUTS, EMBEDS, *PER_TOKEN)), plain, shifted):
+        for x in (
+            *map(kwargs.get, (*SHARED_INPUTS, EMBEDDINGS_ARGUMENT, *TOKEN_ARGUMENTS)),
+            plain,
+            shifted,
+        ):
             if isinstance(x, Tensor):
                 key.append((x, None if x.is_inference() else x._version))
         looked_key = [] if self._looked is None else self._looked[0]
@@ -330,8 +343,8 @@ class SharedPrefixes:
             x is y and i == j for (x, i), (y, j) in zip(looked_key, key, strict=True)
         )
         if self._looked is None or not is_same_call:
-            ids = known_by(kwargs)
-            scored = _labelled(plain, shifted, ids)
+            ids = token_numbers(kwargs)
+            scored = _label_mask(plain, shifted, ids)
             find = functools.partial(
                 find_tree,
                 ids,
@@ -339,27 +352,31 @@ class SharedPrefixes:
                 positions,
                 scored,
                 fork_distance=_fork_distance(layer_states),
-                a_chunk=_a_chunk(layer_states),
+                chunk_overhead=_chunk_overhead(layer_states),
             )
             row_or_reason = find()
             shares = (
-                isinstance(row_or_reason, Tree)
+                isinstance(row_or_reason, PrefixTree)
                 and row_or_reason.tokens < row_or_reason.tokens_of_rows
             )
             if shares and self.rows == "auto" and draws_noise(self.module):
                 row_or_reason = find(
                     min_prefix=ids.shape[1] + 1
                 )  # share no tokens, drop padding only
-                row_or_reason = row_or_reason if isinstance(row_or_reason, Tree) else NOISE_IS_SEEN
+                row_or_reason = (
+                    row_or_reason if isinstance(row_or_reason, PrefixTree) else REASON_SHARED_NOISE
+                )
             self._looked = key, row_or_reason
         tree = self._looked[1]
-        if self.rows == "auto" and isinstance(tree, Tree) and any(tree.padding()):
+        if self.rows == "auto" and isinstance(tree, PrefixTree) and any(tree.padding()):
             if self._caller(labels) in self._reads_padding:
-                return PADDING_IS_READ
-            return tree if padding_unseen is not None and padding_unseen() else PADDING_IS_SEEN
+                return REASON_PADDING_READ
+            return (
+                tree if padding_unseen is not None and padding_unseen() else REASON_PADDING_RETURNED
+            )
         return tree
 
-    def _tried(self, kwargs: Mapping[str, Any], tree: Tree) -> Tree | str:
+    def _trial_verdict(self, kwargs: Mapping[str, Any], tree: PrefixTree) -> PrefixTree | str:
         """Return the packed row for a call whose form was tested, or the test's reason against the
         packed row as text.
 
@@ -375,15 +392,15 @@ class SharedPrefixes:
     def stand_aside(self, kwargs: Mapping[str, Any]) -> None:
         """Tell all ranks that this rank uses no packed row in this call, for example because the
         call runs unpatched. Other ranks may wait for this exchange, which precedes each call
-        (`_agreed`).
+        (`_agree`).
 
         Args:
             kwargs: the backbone's arguments.
         """
         if must_agree(self.module):
-            self._agreed(kwargs, may_try=False)
+            self._agree(kwargs, may_try=False)
 
-    def _agreed(self, kwargs: Mapping[str, Any], may_try: bool, wants: bool = False) -> bool:
+    def _agree(self, kwargs: Mapping[str, Any], may_try: bool, wants: bool = False) -> bool:
         """Exchange with all ranks whether to test this form of calls now. Return True if all ranks
         have a call of this form, and at least one rank wants the test.
 
@@ -399,7 +416,7 @@ class SharedPrefixes:
             torch.device("cpu"),
         )
         kind = zlib.crc32(repr(self.trials.kind_of(kwargs)).encode()) if may_try else 0
-        replies = everyones_numbers(self.module, [kind, wants], device)
+        replies = gather_numbers(self.module, [kind, wants], device)
         if kind == 0 or any(reply[0] != kind for reply in replies):
             return False
         return any(wants_test for _, wants_test in replies)
@@ -414,18 +431,18 @@ def _fork_distance(layer_states: list[LayerState]) -> int:
     return max((layer_state.kind.states.min_tokens for layer_state in layer_states), default=1)
 
 
-def _a_chunk(layer_states: list[LayerState]) -> float:
+def _chunk_overhead(layer_states: list[LayerState]) -> float:
     """Return the cost of one more chunk, as a number of tokens that take the same time. Only layers
     with recurrent states have this cost, because they end a chunk at each branch of the packed row.
     The result is the average over all layers."""
     return (
-        A_CHUNK
+        CHUNK_OVERHEAD_TOKENS
         * sum(layer_state.kind.states.carries for layer_state in layer_states)
         / max(len(layer_states), 1)
     )
 
 
-def _labelled(plain: Any, shifted: Any, ids: Tensor) -> Tensor | None:
+def _label_mask(plain: Any, shifted: Any, ids: Tensor) -> Tensor | None:
     """Return a bool tensor [B, T], True for tokens whose output has a label. `find_tree` packs no
     batch in which padding predicts a label. If labels exist for the last tokens alone
     (logits_to_keep), all tokens are True. None without labels.
@@ -436,9 +453,9 @@ def _labelled(plain: Any, shifted: Any, ids: Tensor) -> Tensor | None:
         ids: a tensor [B, T].
     """
     if isinstance(shifted, Tensor) and shifted.shape == ids.shape:
-        return shifted != IGNORED
+        return shifted != IGNORED_LABEL
     if isinstance(plain, Tensor) and plain.shape == ids.shape:
-        return nn.functional.pad(plain[:, 1:] != IGNORED, (0, 1))
+        return nn.functional.pad(plain[:, 1:] != IGNORED_LABEL, (0, 1))
     # labels for logits_to_keep
     if isinstance(plain, Tensor) and plain.dim() == 2 and plain.shape[0] == ids.shape[0]:
         return torch.ones_like(ids, dtype=torch.bool)

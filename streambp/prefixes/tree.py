@@ -21,19 +21,20 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from streambp.attention.spans import Run, Spans
+from streambp.attention.spans import QueryRun, Spans
 from streambp.chunks import Forks
 
-MIN_SHARED_TOKENS = (
-    64  # minimum of shared tokens; with fewer, small attention blocks cost more than they save
-)
-SAVES = 0.1  # minimum savings, fraction of B * T tokens; ignores prefixes that are equal by chance
-A_CHUNK = 64  # overhead of a chunk in layers with states, in tokens; 38 and more on a CPU
-NOTHING_SHARED = (
+# minimum of shared tokens; with fewer, small attention blocks cost more than they save
+MIN_SHARED_TOKENS = 64
+# minimum savings, fraction of B * T tokens; ignores prefixes that are equal by chance
+MIN_SAVED_FRACTION = 0.1
+# overhead of a chunk in layers with states, in tokens; 38 and more on a CPU
+CHUNK_OVERHEAD_TOKENS = 64
+REASON_NOTHING_SHARED = (
     "a packed row saves too little: the last call's rows have no padding, and no beginning in "
     "common"
 )
-WIDER = 4  # growth of the compared range while rows match
+COMPARED_RANGE_GROWTH = 4  # growth of the compared range while rows match
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,18 +43,18 @@ class PackedSpan:
     batch.
 
     Attributes:
-        at: index of the first token in the batch's row, counted without padding.
+        row_start: index of the first token in the batch's row, counted without padding.
         start: index of the first token in the packed row.
         stop: index behind the last token in the packed row.
     """
 
-    at: int
+    row_start: int
     start: int
     stop: int
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class BatchRow:
     """The tokens of one row of the batch, as pieces of the packed row.
 
     Attributes:
@@ -71,7 +72,7 @@ class Row:
 
 
 @dataclasses.dataclass(frozen=True)
-class Segment:
+class TreeSegment:
     """Consecutive tokens of the packed row: the tokens of one batch row from the first difference
     to all earlier batch rows on.
 
@@ -88,7 +89,7 @@ class Segment:
 
 
 @dataclasses.dataclass(frozen=True)
-class Tree:
+class PrefixTree:
     """The packed row for a batch [B, T]: without padding, and with tokens of shared prefixes only
     once. The rows form a tree with a branch at each first difference.
 
@@ -99,13 +100,13 @@ class Tree:
         width: T.
         rows: the batch's rows, in order.
         segments: segments of the packed row, first to last; together they contain all its tokens.
-        furthest: position of the additional token; None: there is none.
+        extra_position: position of the additional token; None: there is none.
     """
 
     width: int
-    rows: tuple[Row, ...]
-    segments: tuple[Segment, ...]
-    furthest: float | None = None
+    rows: tuple[BatchRow, ...]
+    segments: tuple[TreeSegment, ...]
+    extra_position: float | None = None
 
     @property
     def tokens(self) -> int:
@@ -116,7 +117,7 @@ class Tree:
     @property
     def length(self) -> int:
         """Return the number of tokens of the packed row."""
-        return self.tokens + (self.furthest is not None)
+        return self.tokens + (self.extra_position is not None)
 
     @property
     def tokens_of_rows(self) -> int:
@@ -133,7 +134,7 @@ class Tree:
         for segment in self.segments:
             continued = segment.prefix_spans[-1].stop if segment.prefix_spans else 0
             pairs.append((segment.span.start, continued))
-        if self.furthest is not None:
+        if self.extra_position is not None:
             pairs.append((self.tokens, 0))
         return tuple(pairs)
 
@@ -160,20 +161,20 @@ class Tree:
         indices = torch.full((len(self.rows), self.width), self.length, device="cpu")
         for index, row in enumerate(self.rows):
             for span in row.packed_spans:
-                start = row.column + span.at
+                start = row.column + span.row_start
                 indices[index, start : start + span.stop - span.start] = torch.arange(
                     span.start, span.stop, device="cpu"
                 )
         return indices.to(device)
 
-    def packed(self, batch: Tensor) -> Tensor:
+    def pack(self, batch: Tensor) -> Tensor:
         """Return the values [1, N, ...] of the packed row's tokens from values [B, T, ...] of the
         batch."""
         # gradients are stacked; the gradient of batch[row] would have the batch's size
         rows = batch.unbind()
         parts: list[Tensor] = []
         for segment in self.segments:
-            start = self.rows[segment.row].column + segment.span.at
+            start = self.rows[segment.row].column + segment.span.row_start
             size = segment.span.stop - segment.span.start
             parts.append(rows[segment.row][start : start + size])
         return torch.cat(parts)[None]
@@ -186,18 +187,18 @@ class Tree:
                 earlier tokens.
         """
         runs = [
-            Run(segment.span.start, segment.span.stop, segment.span.start)
+            QueryRun(segment.span.start, segment.span.stop, segment.span.start)
             for segment in self.segments
         ]
-        if self.furthest is not None:
-            runs.append(Run(self.tokens, self.length, self.tokens))
+        if self.extra_position is not None:
+            runs.append(QueryRun(self.tokens, self.length, self.tokens))
         shared_runs = self._shared_runs() if window is None else self._shared_runs_within(window)
         return Spans(self.length, ((*runs, *shared_runs),), window)
 
-    def _shared_runs(self) -> Iterator[Run]:
-        """Yield a `Run` for each range of keys in earlier segments and the queries that read the
-        keys, for attention without a sliding window. Neighbouring segments that read the same keys
-        share one."""
+    def _shared_runs(self) -> Iterator[QueryRun]:
+        """Yield a `QueryRun` for each range of keys in earlier segments and the queries that read
+        the keys, for attention without a sliding window. Neighbouring segments that read the same
+        keys share one."""
         edges: set[int] = set()
         for segment in self.segments:
             for span in segment.prefix_spans:
@@ -215,20 +216,22 @@ class Tree:
                     queries.append((start, segment.span.stop))
         for (k0, k1), queries in sorted(readers.items()):
             for q0, q1 in queries:
-                yield Run(q0, q1, k0, k1)
+                yield QueryRun(q0, q1, k0, k1)
 
-    def _shared_runs_within(self, window: int) -> Iterator[Run]:
-        """Yield a `Run` for each range of keys in earlier segments and the queries that read the
-        keys, for attention with a sliding window of `window` tokens."""
+    def _shared_runs_within(self, window: int) -> Iterator[QueryRun]:
+        """Yield a `QueryRun` for each range of keys in earlier segments and the queries that read
+        the keys, for attention with a sliding window of `window` tokens."""
         for segment in self.segments:
             for prefix_span in segment.prefix_spans:
-                shift = (segment.span.start - segment.span.at) - (
-                    prefix_span.start - prefix_span.at
+                shift = (segment.span.start - segment.span.row_start) - (
+                    prefix_span.start - prefix_span.row_start
                 )
                 # end of the queries that read the piece
                 last = min(segment.span.stop, prefix_span.stop - 1 + window + shift)
                 if segment.span.start < last:
-                    yield Run(segment.span.start, last, prefix_span.start, prefix_span.stop, shift)
+                    yield QueryRun(
+                        segment.span.start, last, prefix_span.start, prefix_span.stop, shift
+                    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -253,10 +256,10 @@ def find_tree(
     positions: Tensor | None = None,
     labelled: Tensor | None = None,
     min_prefix: int = MIN_SHARED_TOKENS,
-    saves: float = SAVES,
+    min_savings: float = MIN_SAVED_FRACTION,
     fork_distance: int = 1,
-    a_chunk: float = 0,
-) -> Tree | str:
+    chunk_overhead: float = 0,
+) -> PrefixTree | str:
     """Return the packed row for a batch, or the reason against it as text.
 
     Reads values from the device, a few times for each row.
@@ -268,24 +271,24 @@ def find_tree(
             first axis is text, unless three axes lack text.
         labelled: [B, T] in bool, True for tokens whose output has a label; None: unknown.
         min_prefix: minimum number of tokens that rows share before they branch.
-        saves: minimum savings, as a fraction of B * T tokens including padding.
+        min_savings: minimum savings, as a fraction of B * T tokens including padding.
         fork_distance: minimum number of tokens between two positions at which rows branch, and
             before a row's end. Rows may share a few tokens less for that reason.
-        a_chunk: cost of one more chunk, as a number of tokens, if chunks must end wherever rows
-            branch; 0: chunks may end anywhere.
+        chunk_overhead: cost of one more chunk, as a number of tokens, if chunks must end wherever
+            rows branch; 0: chunks may end anywhere.
     """
-    rows_or_reason = _look_at(ids, mask, positions, labelled)
+    rows_or_reason = _locate_rows(ids, mask, positions, labelled)
     if isinstance(rows_or_reason, str):
         return rows_or_reason
     row_tokens, furthest = rows_or_reason
-    segments, rows = _write_down(ids, row_tokens, min_prefix, fork_distance)
-    tree = Tree(ids.shape[1], rows, segments, furthest)
+    segments, rows = _build_segments(ids, row_tokens, min_prefix, fork_distance)
+    tree = PrefixTree(ids.shape[1], rows, segments, furthest)
     if not tree.tokens:
         return "the last call's batch is padding alone"
     if tree.tokens == ids.numel():
-        return NOTHING_SHARED
-    chunk_costs = a_chunk * (tree.min_chunks - 1)
-    if ids.numel() - tree.tokens - chunk_costs < max(saves * ids.numel(), 1):
+        return REASON_NOTHING_SHARED
+    chunk_costs = chunk_overhead * (tree.min_chunks - 1)
+    if ids.numel() - tree.tokens - chunk_costs < max(min_savings * ids.numel(), 1):
         chunk_note = f", in {tree.min_chunks} chunks at least" if chunk_costs else ""
         return (
             f"a packed row saves too little: the last call's {ids.numel():,} tokens would be "
@@ -294,7 +297,7 @@ def find_tree(
     return tree
 
 
-def _look_at(
+def _locate_rows(
     ids: Tensor, mask: Tensor | None, positions: Tensor | None, labelled: Tensor | None
 ) -> tuple[list[_RowTokens], float | None] | str:
     """Return the place of each row's tokens in the batch, from which `find_tree` builds the tree.
@@ -350,9 +353,9 @@ def _look_at(
     return row_tokens, furthest
 
 
-def _write_down(
+def _build_segments(
     ids: Tensor, row_tokens: list[_RowTokens], min_prefix: int, fork_distance: int
-) -> tuple[tuple[Segment, ...], tuple[Row, ...]]:
+) -> tuple[tuple[TreeSegment, ...], tuple[BatchRow, ...]]:
     """Return the segments of the packed row, in order, and each batch row's pieces.
 
     Args:
@@ -379,7 +382,7 @@ def _write_down(
     waiting: list[tuple[list[int], tuple[PackedSpan, ...]]] = []
     for rows in reversed(groups.values()):
         waiting.append((rows, ()))
-    segments: list[Segment] = []
+    segments: list[TreeSegment] = []
     packed_spans: dict[int, tuple[PackedSpan, ...]] = {}
     end = 0
     while waiting:
@@ -388,15 +391,15 @@ def _write_down(
         packed_spans[pivot] = prefix_spans
         if row_tokens[pivot].length > depth:
             span = PackedSpan(depth, end, end + row_tokens[pivot].length - depth)
-            segments.append(Segment(pivot, span, prefix_spans))
+            segments.append(TreeSegment(pivot, span, prefix_spans))
             packed_spans[pivot] = (*prefix_spans, span)
             end = span.stop
             if prefix_spans and prefix_spans[-1].stop == span.start:  # adjacent in the packed row
                 packed_spans[pivot] = (
                     *prefix_spans[:-1],
-                    PackedSpan(prefix_spans[-1].at, prefix_spans[-1].start, span.stop),
+                    PackedSpan(prefix_spans[-1].row_start, prefix_spans[-1].start, span.stop),
                 )
-        common = _common(
+        common = _shared_lengths(
             ids, pivot, followers, depth, [row.length for row in row_tokens], min_prefix
         )
         for row, at in common.items():
@@ -415,16 +418,16 @@ def _write_down(
         for at in sorted({at for at in common.values() if at - depth >= min_prefix}):
             path: list[PackedSpan] = []
             for packed_span in packed_spans[pivot]:
-                if packed_span.at < at:
-                    stop = min(packed_span.stop, packed_span.start + at - packed_span.at)
-                    path.append(PackedSpan(packed_span.at, packed_span.start, stop))
+                if packed_span.row_start < at:
+                    stop = min(packed_span.stop, packed_span.start + at - packed_span.row_start)
+                    path.append(PackedSpan(packed_span.row_start, packed_span.start, stop))
             waiting.append(([row for row in followers if common[row] == at], tuple(path)))
     return tuple(segments), tuple(
-        Row(row.column, packed_spans[index]) for index, row in enumerate(row_tokens)
+        BatchRow(row.column, packed_spans[index]) for index, row in enumerate(row_tokens)
     )
 
 
-def _common(
+def _shared_lengths(
     ids: Tensor, pivot: int, rows: list[int], depth: int, lengths: list[int], first_size: int
 ) -> dict[int, int]:
     """Return a dict from the index of each of `rows` to the number of its first tokens that equal
@@ -457,5 +460,5 @@ def _common(
                 matching.append(row)
         matching_rows = matching
         start = stop
-        size = WIDER * size
+        size = COMPARED_RANGE_GROWTH * size
     return equal_tokens

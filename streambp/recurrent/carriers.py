@@ -13,9 +13,9 @@ from typing import Any
 from torch import Tensor
 
 from streambp.chunks import Chunk
-from streambp.recurrent.states import LEAST_TOKENS, Key, StateCache, States, in_own_memory
+from streambp.recurrent.states import MIN_CHUNK_TOKENS, StateCache, StateKey, States, copy_view
 
-Read = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+ReadKeys = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class StateCarrier:
@@ -40,14 +40,14 @@ class StateCarrier:
         self.min_tokens = 1
         self.why_not_split: str | None = None
         if argument:
-            self.min_tokens = LEAST_TOKENS
+            self.min_tokens = MIN_CHUNK_TOKENS
             self.why_not_split = (
                 "it goes on from a state (a recurrence, a convolution), which another rank's shard "
                 "ends with"
             )
 
     def chunk_arguments(
-        self, arguments: dict[str, Any], chunk: Chunk, states: States | None, read: Read | None
+        self, arguments: dict[str, Any], chunk: Chunk, states: States | None, read: ReadKeys | None
     ) -> tuple[dict[str, Any], StateCache | None]:
         """Return the arguments for one chunk's forward, and the chunk's cache, which collects the
         chunk's end states.
@@ -85,5 +85,5 @@ class StateCarrier:
         hidden_states, states = result
         if cache is not None:
             for number, state in enumerate(states):
-                cache.end_states[Key("returned", 0, number)] = in_own_memory(state)
+                cache.end_states[StateKey("returned", 0, number)] = copy_view(state)
         return hidden_states, None

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from streambp.chunks import Barrier, Chunk, merged
+from streambp.chunks import Barrier, Chunk, merge_barriers
 from streambp.known_names import (
     CONVOLUTION,
     CONVOLUTION_STATE,
@@ -43,7 +43,7 @@ from streambp.source import written_forward
 
 # Document ends in the probe: inside a chunk and at a chunk's end; one document is a single token,
 # and one is longer than a chunk.
-TRIAL_LENGTHS = (3, 5, 6)
+TRIAL_DOCUMENT_ENDS = (3, 5, 6)
 
 
 class Documents:
@@ -79,7 +79,7 @@ class Documents:
             arguments[DOCUMENT_ENDS] = self._ends
         return arguments
 
-    def within(self, chunk: Chunk) -> dict[str, Tensor]:
+    def kernel_arguments(self, chunk: Chunk) -> dict[str, Tensor]:
         """Return the argument cu_seq_lens_q of kernels, by name, for one chunk.
 
         Args:
@@ -98,13 +98,13 @@ class Documents:
             self._cut[chunk] = torch.tensor(ends, dtype=self._ends.dtype, device=self._ends.device)
         return {DOCUMENT_ENDS: self._cut[chunk]}
 
-    def goes_on(self, chunk: Chunk) -> bool:
+    def continues_document(self, chunk: Chunk) -> bool:
         """True if the chunk's first token is not the first of a document, so that this document
         starts from the chunk's start state."""
         return chunk.start not in self.ends
 
 
-class Segment(NamedTuple):
+class DocumentSegment(NamedTuple):
     """A range of tokens in a chunk that belong to one document. Rows whose documents have the same
     boundaries in this chunk share a segment.
 
@@ -112,13 +112,13 @@ class Segment(NamedTuple):
         rows: indices of the batch's rows.
         start: first token, counted from the chunk's start.
         stop: index behind the last token, counted from the chunk's start.
-        goes_on: True if the document starts before the chunk.
+        continues_document: True if the document starts before the chunk.
     """
 
     rows: tuple[int, ...]
     start: int
     stop: int
-    goes_on: bool
+    continues_document: bool
 
 
 @dataclasses.dataclass(eq=False)
@@ -146,14 +146,14 @@ class PackedRows:
             for end in row[1:]:
                 if end - 1 not in ends:
                     barriers.append(Barrier(end - 1, end - 1))
-        return merged(barriers)
+        return merge_barriers(barriers)
 
     @property
     def number(self) -> int:
         """Return the number of documents in all rows, for `describe` and error messages."""
         return sum(len(row) - 1 for row in self.ends)
 
-    def as_documents(self, names: tuple[str, ...], device: torch.device) -> Documents:
+    def to_documents(self, names: tuple[str, ...], device: torch.device) -> Documents:
         """Return these boundaries in the form of kernel arguments. The result is cached, because
         all layers use the same.
 
@@ -177,9 +177,10 @@ class PackedRows:
             self._documents[names] = Documents(of_tokens, of_row, ends_of_row)
         return self._documents[names]
 
-    def segments(self, chunk: Chunk) -> list[Segment]:
-        """Return the chunk's tokens split by document, as one `Segment` for each range of tokens.
-        Rows whose documents have the same boundaries in the chunk share a `Segment`."""
+    def segments(self, chunk: Chunk) -> list[DocumentSegment]:
+        """Return the chunk's tokens split by document, as one `DocumentSegment` for each range of
+        tokens. Rows whose documents have the same boundaries in the chunk share a
+        `DocumentSegment`."""
         rows_by_range: dict[tuple[int, int, bool], list[int]] = {}
         for row, ends in enumerate(self.ends):
             first = bisect.bisect_left(ends, chunk.start)
@@ -191,7 +192,7 @@ class PackedRows:
                 rows_by_range.setdefault(
                     (start - chunk.start, stop - chunk.start, goes_on), []
                 ).append(row)
-        return [Segment(tuple(rows), *where) for where, rows in rows_by_range.items()]
+        return [DocumentSegment(tuple(rows), *where) for where, rows in rows_by_range.items()]
 
 
 def packed_rows(position_ids: Tensor, rows: int) -> PackedRows | None:
@@ -209,7 +210,7 @@ def packed_rows(position_ids: Tensor, rows: int) -> PackedRows | None:
     return PackedRows(ends * (rows // len(ends)))
 
 
-def in_one(arguments: Mapping[str, Any]) -> dict[str, Tensor]:
+def join_documents(arguments: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return replacements for a layer's document arguments, by name, with which each row is one
     document: seq_idx [B, T], cu_seq_lens_q [2]. What `arguments` does not contain is left out.
 
@@ -226,7 +227,7 @@ def in_one(arguments: Mapping[str, Any]) -> dict[str, Tensor]:
     return replacements
 
 
-def in_several(arguments: Mapping[str, Any], length: int) -> dict[str, Tensor]:
+def split_documents(arguments: Mapping[str, Any], length: int) -> dict[str, Tensor]:
     """Return replacements for a layer's document arguments, by name, with which each row has
     several short documents: seq_idx [B, T], cu_seq_lens_q [documents + 1]. Every second row of
     seq_idx has other boundaries. What `arguments` does not contain is left out.
@@ -238,7 +239,7 @@ def in_several(arguments: Mapping[str, Any], length: int) -> dict[str, Tensor]:
         length: number of tokens of the test.
     """
     replacements = {}
-    inner_ends = [end for end in TRIAL_LENGTHS if end < length]
+    inner_ends = [end for end in TRIAL_DOCUMENT_ENDS if end < length]
     if arguments.get(DOCUMENT_IDS) is not None:
         ids = arguments[DOCUMENT_IDS]  # [B, T]
         rows = torch.arange(ids.shape[0], device=ids.device)[:, None] % 2
@@ -250,23 +251,24 @@ def in_several(arguments: Mapping[str, Any], length: int) -> dict[str, Tensor]:
     return replacements
 
 
-def tried_rows(rows: int, length: int) -> PackedRows:
+def trial_rows(rows: int, length: int) -> PackedRows:
     """Return boundaries of several short documents for `rows` rows of `length` tokens, for the
-    tests of a layer's first call. Every second row has other boundaries, as in `in_several`."""
+    tests of a layer's first call. Every second row has other boundaries, as in
+    `split_documents`."""
     ends: list[tuple[int, ...]] = []
     for row in range(rows):
-        inner_ends = [end - row % 2 for end in TRIAL_LENGTHS if end < length]
+        inner_ends = [end - row % 2 for end in TRIAL_DOCUMENT_ENDS if end < length]
         ends.append((0, *inner_ends, length))
     return PackedRows(tuple(ends))
 
 
-Function = Callable[..., Any]
+KernelFunction = Callable[..., Any]
 
 
 def document_readers(layer: nn.Module) -> list[tuple[nn.Module, str]]:
     """Return pairs (module, name) for each convolution, scan or delta rule in a layer that accepts
     document boundaries. The module's forward calls the function through the global `name`.
-    `telling` returns a replacement that gets a chunk's boundaries."""
+    `wrap_kernel` returns a replacement that gets a chunk's boundaries."""
     readers = []
     for module in layer.modules():
         forward = written_forward(module)
@@ -276,7 +278,7 @@ def document_readers(layer: nn.Module) -> list[tuple[nn.Module, str]]:
     return readers
 
 
-def telling(function: Function, documents: Documents, chunk: Chunk) -> Function:
+def wrap_kernel(function: KernelFunction, documents: Documents, chunk: Chunk) -> KernelFunction:
     """Return a wrapper of a convolution, a scan or a delta rule that passes the document boundaries
     of this chunk's tokens to every call. The wrapper replaces the function during the chunk's
     forward, because the layer's own boundaries are those of the full sequence."""
@@ -313,7 +315,13 @@ def kind_of(function: Any) -> str | None:
 
 
 def _tell_convolution(
-    real: Function, documents: Documents, chunk: Chunk, /, x: Tensor, *args: Any, **kwargs: Any
+    real: KernelFunction,
+    documents: Documents,
+    chunk: Chunk,
+    /,
+    x: Tensor,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """Call the convolution `real` on x [B, D, k + C] with the documents (seq_idx) of these
     tokens."""
@@ -325,7 +333,7 @@ def _tell_convolution(
 
 
 def _tell_scan(
-    real: Function, documents: Documents, chunk: Chunk, /, *args: Any, **kwargs: Any
+    real: KernelFunction, documents: Documents, chunk: Chunk, /, *args: Any, **kwargs: Any
 ) -> Any:
     """Call the scan `real` with the documents (seq_idx [B, C]) of the chunk's tokens, counted from
     the document of the token before the chunk."""
@@ -337,7 +345,7 @@ def _tell_scan(
 
 
 def _tell_rule(
-    real: Function, documents: Documents, chunk: Chunk, /, *args: Any, **kwargs: Any
+    real: KernelFunction, documents: Documents, chunk: Chunk, /, *args: Any, **kwargs: Any
 ) -> Any:
     """Call the delta rule `real` with one start state for each of the chunk's N documents, [N, H,
     K, V]. Return its output, and the end state of the last document, [1, H, K, V].
@@ -352,7 +360,7 @@ def _tell_rule(
     if state is not None:
         zero_states = state.new_zeros((len(ends) - 2, *state.shape[1:]))  # [N - 1, H, K, V]
         kwargs["initial_state"] = None
-        if documents.goes_on(chunk):
+        if documents.continues_document(chunk):
             kwargs["initial_state"] = torch.cat((state, zero_states))
     out, end = real(*args, **kwargs)
     if end is not None:

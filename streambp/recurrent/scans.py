@@ -41,14 +41,14 @@ from torch import Tensor, nn
 
 from streambp.chunks import Chunk
 from streambp.known_names import CALLED_KERNEL, LINEAR_CACHE, OWN_SCAN, SELECTIVE_SCAN
-from streambp.recurrent.documents import Documents, parameters_of, telling
-from streambp.recurrent.states import Key, StateCache
+from streambp.recurrent.documents import Documents, parameters_of, wrap_kernel
+from streambp.recurrent.states import StateCache, StateKey
 from streambp.source import with_globals, written_forward
 
-STEP = 2.0**-8  # step of a token that writes
-DECAY = 4.0  # maximal decay exponent of the value that the first writing token stores
-NO_STEP = -1e4  # step of zero as a value before softplus
-GATE = 64.0  # silu(64) = 64, and dividing by a power of two rounds nothing
+WRITE_STEP = 2.0**-8  # step of a token that writes
+MAX_WRITE_DECAY = 4.0  # maximal decay exponent of the value that the first writing token stores
+ZERO_STEP_LOGIT = -1e4  # step of zero as a value before softplus
+READ_GATE = 64.0  # silu(64) = 64, and dividing by a power of two rounds nothing
 
 
 def scans_of(layer: nn.Module) -> list[tuple[nn.Module, str]]:
@@ -77,7 +77,7 @@ def scans_of(layer: nn.Module) -> list[tuple[nn.Module, str]]:
     return scans
 
 
-def in_torch(function: Any) -> bool:
+def is_torch_code(function: Any) -> bool:
     """True if the function is transformers' own torch code, which transformers uses if no kernel
     package is installed. Such code takes no document boundaries, and rounds half-precision inputs
     between its operations."""
@@ -120,11 +120,13 @@ class SwappedScans:
                 module.__dict__[name] = previous
 
 
-Reading = tuple[list[tuple[nn.Module, str]], Documents, Chunk]
+DocumentReaders = tuple[list[tuple[nn.Module, str]], Documents, Chunk]
 
 
-def starting_from(
-    mixers: list[tuple[nn.Module, str]], cache: StateCache | None, reading: Reading | None = None
+def use_start_states(
+    mixers: list[tuple[nn.Module, str]],
+    cache: StateCache | None,
+    reading: DocumentReaders | None = None,
 ) -> SwappedScans:
     """Return a context manager in which these modules start their recurrence from the chunk's start
     states.
@@ -148,7 +150,7 @@ def starting_from(
                 (module, name, functools.partial(_scan, getattr(module, name), cache))
             )
         elif name == "torch":
-            stand_in = TorchWithState(cache.start_states.get(Key("linear", layer, 0)))
+            stand_in = TorchWithState(cache.start_states.get(StateKey("linear", layer, 0)))
             stand_ins.setdefault(module, {})[name] = stand_in
         else:
             scan = written_forward(module).__globals__[name]
@@ -157,7 +159,7 @@ def starting_from(
         functions, documents, chunk = reading
         for module, name in functions:
             function = written_forward(module).__globals__[name]
-            stand_ins.setdefault(module, {})[name] = telling(function, documents, chunk)
+            stand_ins.setdefault(module, {})[name] = wrap_kernel(function, documents, chunk)
     # The mixer's own code, with replacements for these global names.
     for module, names in stand_ins.items():
         space = {**written_forward(module).__globals__, **names}
@@ -184,7 +186,7 @@ def _scan(
         recurrent_states: the module's stored state, which is not used.
         kwargs: further keyword arguments of the scan.
     """
-    key = Key("recurrent", 0, 0)
+    key = StateKey("recurrent", 0, 0)
     hidden_states, cache.end_states[key] = real(
         *args, recurrent_states=cache.start_states.get(key), **kwargs
     )
@@ -236,16 +238,16 @@ class SelectiveScan:
 
     def __init__(self, scan: Callable[..., Any], cache: StateCache, layer: Any) -> None:
         self._scan = scan
-        self._start = cache.start_states.get(Key("recurrent", layer, 0))
+        self._start = cache.start_states.get(StateKey("recurrent", layer, 0))
         self._calls = 0
 
     def __call__(self, u: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run the scan from the start state in the cache. Takes the original's arguments, with u
         [B, D, C], and returns the original's results."""
-        if u.dtype.itemsize >= 4 or not in_torch(self._scan):
+        if u.dtype.itemsize >= 4 or not is_torch_code(self._scan):
             return self._start_and_end(u, *args, **kwargs)
-        wide: list[Any] = [_in_float32(x) for x in args]
-        wide_kwargs: dict[str, Any] = {name: _in_float32(x) for name, x in kwargs.items()}
+        wide: list[Any] = [_to_float32(x) for x in args]
+        wide_kwargs: dict[str, Any] = {name: _to_float32(x) for name, x in kwargs.items()}
         with torch.autocast(u.device.type, enabled=False):
             return self._start_and_end(u.float(), *wide, **wide_kwargs)
 
@@ -275,25 +277,25 @@ class SelectiveScan:
         size = A.shape[-1]
         reads = parts * size if return_last_state and torch.is_grad_enabled() else 0
         writes = 0 if start is None else parts * size
-        step = _raw(A, parts * size, delta_bias, delta_softplus, dt)
+        step = _write_step(A, parts * size, delta_bias, delta_softplus, dt)
         u_front = u[..., :0]
         if start is not None:
-            u_front = _written(start, step, A, delta_bias, delta_softplus, u.dtype, parts)
+            u_front = _write_inputs(start, step, A, delta_bias, delta_softplus, u.dtype, parts)
         unit = torch.eye(size, dtype=B.dtype, device=B.device).repeat(1, parts)
         unit = unit.expand(B.shape[0], -1, -1)  # [B, N, parts * N]
-        no_step = NO_STEP if delta_softplus else 0.0
-        u = torch.cat((u_front, u, _filled(u, 0.0, reads)), -1)
+        no_step = ZERO_STEP_LOGIT if delta_softplus else 0.0
+        u = torch.cat((u_front, u, _fill(u, 0.0, reads)), -1)
         if no_step or delta_bias is None:
-            read_steps = _filled(dt, no_step, reads)
+            read_steps = _fill(dt, no_step, reads)
         else:
             read_steps = (
                 (-delta_bias).detach().to(dt.dtype)[None, :, None].expand(dt.shape[0], -1, reads)
             )
         dt = torch.cat((step[None, :, None].expand(u.shape[0], -1, writes), dt, read_steps), -1)
-        B = torch.cat((unit[..., :writes], B, _filled(B, 0.0, reads)), -1)  # noqa: N806
-        C = torch.cat((_filled(C, 0.0, writes), C, unit[..., :reads].to(C.dtype)), -1)  # noqa: N806
+        B = torch.cat((unit[..., :writes], B, _fill(B, 0.0, reads)), -1)  # noqa: N806
+        C = torch.cat((_fill(C, 0.0, writes), C, unit[..., :reads].to(C.dtype)), -1)  # noqa: N806
         if z is not None:
-            z = torch.cat((_filled(z, 0.0, writes), z, _filled(z, GATE, reads)), -1)
+            z = torch.cat((_fill(z, 0.0, writes), z, _fill(z, READ_GATE, reads)), -1)
         results = self._scan(
             u, dt, A, B, C, D=D, z=z, delta_bias=delta_bias, delta_softplus=delta_softplus,
             return_last_state=return_last_state, **kwargs,
@@ -302,23 +304,23 @@ class SelectiveScan:
             return results[..., writes : writes + length]
         y, end = results
         if reads:
-            readers = y[..., writes + length :] / (1.0 if z is None else GATE)
+            readers = y[..., writes + length :] / (1.0 if z is None else READ_GATE)
             end = EndState.apply(end.detach(), *readers.split(size, -1))
         return y[..., writes : writes + length], end
 
 
-def _in_float32(x: Any) -> Any:
+def _to_float32(x: Any) -> Any:
     """Return a tensor [...] in float32, other values unchanged."""
     return x.float() if isinstance(x, Tensor) else x
 
 
-def _filled(like: Tensor, value: float, tokens: int) -> Tensor:
+def _fill(like: Tensor, value: float, tokens: int) -> Tensor:
     """Return a tensor [..., tokens] filled with `value`, as an input of the additional tokens, with
     the dtype, the device and the other dimensions of `like` [..., T]."""
     return like.new_full((*like.shape[:-1], tokens), value)
 
 
-def _raw(
+def _write_step(
     A: Tensor,  # noqa: N803
     tokens: int,
     bias: Tensor | None,
@@ -329,7 +331,8 @@ def _raw(
     state in front of a chunk. The scan has yet to apply bias and softplus to this step.
 
     The inputs of these tokens are enlarged by the factor that decays until the chunk begins. A
-    larger A gives a smaller step, so that this factor is at most exp(DECAY) and does not overflow.
+    larger A gives a smaller step, so that this factor is at most exp(MAX_WRITE_DECAY) and does not
+    overflow.
 
     Args:
         A: the scan's A, [D, N].
@@ -340,7 +343,7 @@ def _raw(
     """
     wide = torch.promote_types(dt.dtype, torch.float32)
     largest = A.detach().to(wide).abs().amax(-1)  # [D]
-    step = (DECAY / (largest * max(1, tokens - 1))).clamp(max=STEP)
+    step = (MAX_WRITE_DECAY / (largest * max(1, tokens - 1))).clamp(max=WRITE_STEP)
     if softplus:
         step = torch.log(torch.expm1(step))
     if bias is not None:
@@ -348,7 +351,7 @@ def _raw(
     return step.to(dt.dtype)
 
 
-def _written(
+def _write_inputs(
     start: Tensor,
     raw: Tensor,
     A: Tensor,  # noqa: N803

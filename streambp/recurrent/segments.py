@@ -33,13 +33,15 @@ from streambp.known_names import (
     RECURRENT_UPDATE,
     STATE_PROTOCOL,
 )
-from streambp.recurrent.documents import Segment, kind_of
-from streambp.recurrent.scans import SwappedScans, in_torch, scans_of, starting_from
+from streambp.recurrent.documents import DocumentSegment, kind_of
+from streambp.recurrent.scans import SwappedScans, is_torch_code, scans_of, use_start_states
 from streambp.recurrent.states import StateCache, States
 from streambp.source import undecorate, written_forward
-from streambp.tensors import rebuilt
+from streambp.tensors import rebuild
 
-Part = tuple[Segment, Any, States]  # a segment, the mixer's result for it, and the end states
+SegmentResult = tuple[
+    DocumentSegment, Any, States
+]  # a segment, the mixer's result for it, and the end states
 
 
 def mixers_of(layer: nn.Module) -> list[nn.Module]:
@@ -72,7 +74,7 @@ def _names(module: nn.Module) -> set[str]:
     return names
 
 
-def arguments_that_tell(mixers: list[nn.Module], rows: int) -> tuple[str, ...]:
+def document_arguments(mixers: list[nn.Module], rows: int) -> tuple[str, ...]:
     """Return the names of the arguments (seq_idx, cu_seq_lens_q) by which all kernels of these
     modules get document boundaries.
 
@@ -93,7 +95,7 @@ def arguments_that_tell(mixers: list[nn.Module], rows: int) -> tuple[str, ...]:
         kinds: set[str | None] = set()
         for name in code.co_names:
             function = forward.__globals__.get(name)
-            if callable(function) and not in_torch(function):
+            if callable(function) and not is_torch_code(function):
                 kinds.add(kind_of(function))
         passes_on = bool(code.co_flags & inspect.CO_VARKEYWORDS)
         if CONV_UPDATE in names and not ("conv" in kinds and passes_on):
@@ -107,8 +109,8 @@ def arguments_that_tell(mixers: list[nn.Module], rows: int) -> tuple[str, ...]:
     return tuple(name for name in (DOCUMENT_IDS, DOCUMENT_ENDS) if name in accepted)
 
 
-def in_segments(
-    mixers: list[nn.Module], segments: list[Segment], cache: StateCache | None
+def run_by_segment(
+    mixers: list[nn.Module], segments: list[DocumentSegment], cache: StateCache | None
 ) -> SwappedScans:
     """Return a context manager in which each of these modules, called with a chunk, runs once for
     each document in the chunk. A document that begins in the chunk starts without states.
@@ -124,17 +126,17 @@ def in_segments(
     by_segment: list[tuple[nn.Module, str, Callable[..., Any]]] = []
     for module in mixers:
         forward = functools.partial(
-            _by_segment, module, module.forward, scans_of(module), segments, cache
+            _run_segments, module, module.forward, scans_of(module), segments, cache
         )
         by_segment.append((module, "forward", forward))
     return SwappedScans(by_segment)
 
 
-def _by_segment(
+def _run_segments(
     module: nn.Module,
     real: Callable[..., Any],
     scans: list[tuple[nn.Module, str]],
-    segments: list[Segment],
+    segments: list[DocumentSegment],
     cache: StateCache | None,
     /,
     *args: Any,
@@ -153,13 +155,13 @@ def _by_segment(
     """
     layer_input = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
     rows, tokens = layer_input.shape[:2]
-    parts: list[Part] = []
+    parts: list[SegmentResult] = []
     for segment in segments:
         segment_cache = None
         if cache is not None:
-            start_states = cache.start_states if segment.goes_on else {}
+            start_states = cache.start_states if segment.continues_document else {}
             start_states = {
-                key: _picked(state, segment.rows, rows) for key, state in start_states.items()
+                key: _select_rows(state, segment.rows, rows) for key, state in start_states.items()
             }
             segment_cache = StateCache(cache.start + segment.start, start_states)
         slice_value = functools.partial(_cut, segment, rows, tokens)
@@ -168,9 +170,9 @@ def _by_segment(
             if value is cache and segment_cache is not None:
                 handed.append(segment_cache)
             else:
-                handed.append(rebuilt(value, slice_value))
+                handed.append(rebuild(value, slice_value))
         wrapper = module.__dict__["forward"]
-        with starting_from(scans, segment_cache):
+        with use_start_states(scans, segment_cache):
             current = module.__dict__["forward"]
             forward = real if current is wrapper else current
             result = forward(
@@ -181,13 +183,13 @@ def _by_segment(
         cache.end_states.update(_end_states(parts, rows, tokens))
     results = [result for _, result, _ in parts]
     if all(isinstance(result, Tensor) for result in results):
-        joined = _joined_tokens(segments, results, rows)
+        joined = _join_tokens(segments, results, rows)
         if joined is not None:
             return joined
     elif all(isinstance(result, tuple) and isinstance(result[0], Tensor) for result in results):
         # An output without a token dimension is a state, which nobody requested.
         outputs = [
-            _joined_tokens(segments, list(column), rows) for column in zip(*results, strict=True)
+            _join_tokens(segments, list(column), rows) for column in zip(*results, strict=True)
         ]
         if outputs[0] is not None:
             return tuple(outputs)
@@ -198,15 +200,15 @@ def _by_segment(
     )
 
 
-def _cut(segment: Segment, rows: int, tokens: int, x: Tensor) -> Tensor:
+def _cut(segment: DocumentSegment, rows: int, tokens: int, x: Tensor) -> Tensor:
     """Return the part of a chunk's argument x [1 or rows, tokens, ...] for one document: its rows
     and its tokens. An argument of another shape is returned unchanged."""
     if x.dim() < 2 or x.shape[1] != tokens or x.shape[0] not in (1, rows):
         return x
-    return _picked(x[:, segment.start : segment.stop], segment.rows, rows)
+    return _select_rows(x[:, segment.start : segment.stop], segment.rows, rows)
 
 
-def _picked(x: Tensor, selected: tuple[int, ...], rows: int) -> Tensor:
+def _select_rows(x: Tensor, selected: tuple[int, ...], rows: int) -> Tensor:
     """Return the rows with indices `selected` of x [rows, ...]. Return x itself if these are all
     rows, or if x [1, ...] has one row that serves all rows of the batch."""
     if len(selected) == rows or x.shape[0] == 1:
@@ -214,7 +216,7 @@ def _picked(x: Tensor, selected: tuple[int, ...], rows: int) -> Tensor:
     return torch.cat([x[row : row + 1] for row in selected])
 
 
-def _joined_tokens(segments: list[Segment], parts: list[Any], rows: int) -> Tensor | None:
+def _join_tokens(segments: list[DocumentSegment], parts: list[Any], rows: int) -> Tensor | None:
     """Return a module's output for a chunk, [rows, C, ...], joined from its outputs for each
     document, [rows of the document, its tokens, ...]. Return None if one of the outputs has another
     shape, or is no tensor.
@@ -240,7 +242,7 @@ def _joined_tokens(segments: list[Segment], parts: list[Any], rows: int) -> Tens
     return torch.cat([torch.cat(row, 1) for row in by_row])
 
 
-def _end_states(parts: list[Part], rows: int, tokens: int) -> States:
+def _end_states(parts: list[SegmentResult], rows: int, tokens: int) -> States:
     """Return the states [rows, ...] at the chunk's end, joined from the documents that reach the
     chunk's end in each row.
 

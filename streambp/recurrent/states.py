@@ -38,10 +38,10 @@ from streambp.device import without_autocast
 
 # Minimum for a chunk: for a single token behind a state, mixers use decode kernels, without a
 # backward.
-LEAST_TOKENS = 2
+MIN_CHUNK_TOKENS = 2
 
 
-class Key(NamedTuple):
+class StateKey(NamedTuple):
     """Key of one recurrent or convolution state.
 
     Attributes:
@@ -56,7 +56,7 @@ class Key(NamedTuple):
     number: int
 
 
-States = dict[Key, Tensor]
+States = dict[StateKey, Tensor]
 
 
 class StateCache(ChunkCache):
@@ -108,11 +108,11 @@ class StateCache(ChunkCache):
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """Return the convolution's last k inputs before the chunk, [B, D, k]; None if there are
         none."""
-        return self.start_states.get(Key("conv", layer_idx, state_idx))
+        return self.start_states.get(StateKey("conv", layer_idx, state_idx))
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """Return the recurrence's state [B, ...] at the chunk's start; None if there is none."""
-        return self.start_states.get(Key("recurrent", layer_idx, state_idx))
+        return self.start_states.get(StateKey("recurrent", layer_idx, state_idx))
 
     def update_conv_state(
         self,
@@ -128,7 +128,7 @@ class StateCache(ChunkCache):
 
         The first chunk has no inputs before it, and gets `conv_states` itself.
         """
-        key = Key("conv", layer_idx, state_idx)
+        key = StateKey("conv", layer_idx, state_idx)
         last_inputs = self.start_states.get(key)
         if last_inputs is None:
             joined = conv_states
@@ -148,7 +148,7 @@ class StateCache(ChunkCache):
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any
     ) -> Tensor:
         """Store recurrent_states [B, ...] as the state at the chunk's end, and return it."""
-        self.end_states[Key("recurrent", layer_idx, state_idx)] = in_own_memory(recurrent_states)
+        self.end_states[StateKey("recurrent", layer_idx, state_idx)] = copy_view(recurrent_states)
         return recurrent_states
 
     def get_linear_cache(self, layer_idx: int) -> None:
@@ -159,7 +159,7 @@ class StateCache(ChunkCache):
 
     def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
         """Store linear_cache [B, ...] as the state at the chunk's end."""
-        self.end_states[Key("linear", layer_idx, 0)] = in_own_memory(linear_cache)
+        self.end_states[StateKey("linear", layer_idx, 0)] = copy_view(linear_cache)
 
     @property
     def layers(self) -> Mapping[int, SimpleNamespace]:
@@ -178,7 +178,7 @@ class StateCache(ChunkCache):
         return by_layer
 
 
-def in_own_memory(state: Tensor) -> Tensor:
+def copy_view(state: Tensor) -> Tensor:
     """Return the state [B, ...], copied if it is a view of a larger tensor, which it would keep
     alive."""
     if state.untyped_storage().nbytes() == state.nbytes:

@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from streambp.admission.biased import stream_biased
-from streambp.admission.checkpointed import run_whole
-from streambp.admission.entry import IN_CHUNKS, stream_layer
+from streambp.admission.entry import CHUNK_STRATEGY, stream_layer
+from streambp.admission.layer_checkpoint import run_unchunked
+from streambp.admission.t5_bias import stream_biased
 from streambp.attention.interface import Layout
 from streambp.attention.masks import DenseMask
 from streambp.attention.prefix import Prefix
@@ -22,7 +22,7 @@ from streambp.attention.spans import Spans
 from streambp.chunks import Forks
 from streambp.layer.arguments import Arguments
 from streambp.layer.call import LayerCall, plan_of
-from streambp.layer.chunk_states import Carried
+from streambp.layer.chunk_states import CrossChunkState
 from streambp.layer.function import BackwardPass, Strategy
 from streambp.layer.layer_state import LayerState
 from streambp.recurrent.documents import PackedRows
@@ -31,7 +31,7 @@ from streambp.sharded.layer import run_backward_in_halves, run_forward_in_halves
 from streambp.sharded.shards import Keys, Shards
 
 
-class OneRank(Shards):
+class OneRankShards(Shards):
     """Implementation of `Shards` for sequences that are not split: one rank has all tokens and
     heads, and exchanges nothing."""
 
@@ -102,17 +102,17 @@ class BidirectionalCall(ShardedCall):
         rows = arguments.hidden_states.shape[-3]
         # the spans of `Shards` are for masks that ranks share; this layer has its own
         super().__init__(
-            layer_state, arguments, OneRank(None, 1, length, Spans.causal(rows, length))
+            layer_state, arguments, OneRankShards(None, 1, length, Spans.causal(rows, length))
         )
 
-    def _carry(self) -> Carried:
+    def _make_cross_chunk_state(self) -> CrossChunkState:
         spans = self.mask_layout.spans
         if isinstance(spans, DenseMask):
             spans = spans.over_all_keys(self.hidden_states.device)
         layout = Layout(spans, (), self.mask_layout.document_source)
         prefix = Prefix(spans, self.plan.length, self.layer_state.config.attention)
         prefix.calls = 1  # the half before attention ends at the first call
-        return Carried(layout, prefix, self.layer_state.kind.attention.in_tiles)
+        return CrossChunkState(layout, prefix, self.layer_state.kind.attention.in_tiles)
 
 
 def stream_bidirectional(
@@ -129,8 +129,8 @@ def stream_bidirectional(
         forks: positions at which recurrent states continue from an earlier position.
     """
     if layer_state.kind.attention.adds_bias:
-        return stream_biased(layer_state, args, kwargs, rows, forks, BIDIRECTIONAL)
-    return stream_layer(layer_state, args, kwargs, rows, BIDIRECTIONAL, forks)
+        return stream_biased(layer_state, args, kwargs, rows, forks, BIDIRECTIONAL_STRATEGY)
+    return stream_layer(layer_state, args, kwargs, rows, BIDIRECTIONAL_STRATEGY, forks)
 
 
 def _make(layer_state: LayerState, arguments: Arguments) -> LayerCall:
@@ -146,7 +146,7 @@ def _make(layer_state: LayerState, arguments: Arguments) -> LayerCall:
     if len(plan.ends) > 1:
         layout = layer_state.kind.attention.layout(arguments.by_name, hidden_states)
         ahead = isinstance(layout.spans, Spans) and layout.spans.reads_ahead
-        allowed = plan.avoiding(layout.barriers)
+        allowed = plan.avoid_barriers(layout.barriers)
         if ahead or len(allowed.ends) == 1 or allowed.longest > 2 * plan.size:
             return BidirectionalCall(layer_state, arguments, layout)
     return LayerCall(layer_state, arguments)
@@ -155,14 +155,14 @@ def _make(layer_state: LayerState, arguments: Arguments) -> LayerCall:
 def _forward(call: LayerCall, keep: bool) -> tuple[Tensor, ...]:
     if isinstance(call, BidirectionalCall):
         return run_forward_in_halves(call, keep)
-    return IN_CHUNKS.forward(call, keep)
+    return CHUNK_STRATEGY.forward(call, keep)
 
 
 def _backward(call: LayerCall, work: BackwardPass) -> None:
     if isinstance(call, BidirectionalCall):
         run_backward_in_halves(call, work)
     else:
-        IN_CHUNKS.backward(call, work)
+        CHUNK_STRATEGY.backward(call, work)
 
 
-BIDIRECTIONAL = Strategy(_make, _forward, _backward, run_whole)
+BIDIRECTIONAL_STRATEGY = Strategy(_make, _forward, _backward, run_unchunked)

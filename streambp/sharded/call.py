@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from streambp.admission.trials import confirmed, few_tokens, gradients_of, same_gradients
-from streambp.attention.attend import Params
+from streambp.admission.trials import confirm_names, gradients_of, random_tokens, same_gradients
+from streambp.attention.attend import AttentionParams
 from streambp.attention.interface import Layout
 from streambp.attention.masks import attention_mask_of
-from streambp.attention.prefix import KeysOfAll, Prefix
+from streambp.attention.prefix import FullSequenceKeys, Prefix
 from streambp.chunks import Chunk
 from streambp.config import StreamConfig
 from streambp.device import RandomState, has_data, is_out_of_memory
@@ -23,15 +23,21 @@ from streambp.errors import StreamBPError, UnsupportedMaskError, UnsupportedMode
 from streambp.known_names import DOCUMENT_ENDS
 from streambp.layer.arguments import Arguments
 from streambp.layer.call import TRIAL_TOKENS, LayerCall
-from streambp.layer.chunk_states import Carried
+from streambp.layer.chunk_states import CrossChunkState
 from streambp.layer.data_flow import trace
 from streambp.layer.layer_state import LayerState, remember
-from streambp.layer.products import Labels, UnreadInHalves, UnreadProducts, computed, left_out
+from streambp.layer.products import (
+    LinearNames,
+    UnreadInHalves,
+    UnreadProducts,
+    compute_outputs,
+    skip_outputs,
+)
 from streambp.layer.recompute import Parameters
-from streambp.layer.saved import SavedForBackward, linear_of
+from streambp.layer.saved_tensors import SavedForBackward, linear_of
 from streambp.offload.manager import Access
-from streambp.sharded.halves import SplitAtAttention
-from streambp.sharded.masks import resolve_whole
+from streambp.sharded.layer_halves import SplitAtAttention
+from streambp.sharded.masks import resolve_full_mask
 from streambp.sharded.shards import ChunkShard, Keys, Shards
 
 
@@ -98,11 +104,11 @@ class ShardedSaves(SavedForBackward):
                 self.attended_reads(chunk_shard.local_chunk.index)
                 for chunk_shard in self.chunk_shards
             ]
-        order += [self.after_reads(chunk.index) for chunk in self.plan.backward]
+        order += [self.second_half_reads(chunk.index) for chunk in self.plan.backward]
         order += [self.half_reads(chunk.index, names_before) for chunk in self.plan.backward]
         return order
 
-    def after_reads(self, index: int) -> list[Access]:
+    def second_half_reads(self, index: int) -> list[Access]:
         """Return (name, chunk index) of the saved tensors from which the half after attention is
         recomputed on a chunk."""
         reads = self.half_reads(index, self.products_after)
@@ -179,7 +185,7 @@ class ShardedCall(LayerCall):
         self.shards = shards
         super().__init__(layer_state, arguments)
         self.backward.gradients_of_a_parameter *= 2  # one gradient from each half
-        self.params: Params | None = None
+        self.params: AttentionParams | None = None
         self.random_before: list[RandomState] = []
         self.heads: tuple[int, int] = (0, 0)  # number of query heads, and of K/V heads
         self.value_size = 0  # D_v
@@ -189,7 +195,7 @@ class ShardedCall(LayerCall):
         self.backward_bytes = 0  # size of attention's tensors in backward on this device
         self.unread = UnreadInHalves()
 
-    def _carry(self) -> Carried:
+    def _make_cross_chunk_state(self) -> CrossChunkState:
         length = self.plan.length
         if length != self.shards.length:
             raise StreamBPError(
@@ -206,14 +212,14 @@ class ShardedCall(LayerCall):
         mask = attention_mask_of(arguments)
         device = self.hidden_states.device
         layout = Layout(
-            resolve_whole(
-                mask, shards.spans, shards.length, shards.positions, device, shards.everyones
+            resolve_full_mask(
+                mask, shards.spans, shards.length, shards.positions, device, shards.gather_numbers
             )
         )
-        prefix = Prefix(layout.spans, self.shards.whole_length, self.layer_state.config.attention)
-        return Carried(layout, prefix, self.layer_state.kind.attention.in_tiles)
+        prefix = Prefix(layout.spans, self.shards.full_length, self.layer_state.config.attention)
+        return CrossChunkState(layout, prefix, self.layer_state.kind.attention.in_tiles)
 
-    def _keep(self) -> ShardedSaves:
+    def _make_saves(self) -> ShardedSaves:
         saved = self.saves_class(
             self.layer_state, self.plan, self.carried, self.device, self.autocast
         )
@@ -235,7 +241,7 @@ class ShardedCall(LayerCall):
         chunk: Chunk,
         half_input: HalfInput | None = None,
         at_attention: Callable[[], None] | None = None,
-    ) -> SplitAtAttention | KeysOfAll:
+    ) -> SplitAtAttention | FullSequenceKeys:
         """Return the object that cuts the layer's forward on a chunk in two.
 
         Args:
@@ -247,18 +253,18 @@ class ShardedCall(LayerCall):
         """
         if self.attends_by_itself:
             assert not isinstance(half_input, Tensor)
-            return KeysOfAll(chunk, half_input, at_attention)
+            return FullSequenceKeys(chunk, half_input, at_attention)
         assert not isinstance(half_input, tuple)
         split = SplitAtAttention(half_input, at_attention)
         if half_input is None:
-            split.bias_length = self.shards.whole_length
+            split.bias_length = self.shards.full_length
         return split
 
-    def look_into_halves(self) -> None:
+    def find_unread_in_halves(self) -> None:
         """Determine which Linears each half of the layer can skip, and store them in `unread`.
         Cached for calls of the same kind. Under inference mode autograd records no test run, so the
         halves skip nothing unless an earlier call has tested them. Must be called inside
-        `LayerCall.streaming`.
+        `LayerCall.prepare_layer`.
 
         Raises:
             UnsupportedModelError: the layer overwrites its input in place, which the half before
@@ -285,11 +291,11 @@ class ShardedCall(LayerCall):
             parameters = Parameters(self.layer_state.layer, self.device)
             with (
                 torch.enable_grad(),
-                RandomState.capture(self.device).replayed(),
-                parameters.shadowed(),
+                RandomState.capture(self.device).replay(),
+                parameters.shadow(),
             ):
                 chunk = Chunk(0, 0, min(TRIAL_TOKENS, self.plan.length))
-                with few_tokens(
+                with random_tokens(
                     self,
                     self.hidden_states.detach(),
                     chunk.stop,
@@ -327,14 +333,14 @@ def _random_attention(call: ShardedCall, tensors: list[Tensor]) -> tuple[HalfInp
     return o, [o]
 
 
-def _skippable(
+def _find_skippable(
     call: ShardedCall,
     linears: dict[str, nn.Linear],
-    names: Labels,
+    names: LinearNames,
     run: Callable[[], list[Tensor]],
     random: RandomState,
     leaves: list[Tensor] | None,
-) -> Labels:
+) -> LinearNames:
     """Return those of the Linears `names` that one half of the layer can skip: the results stay the
     same if these Linears return NaN.
 
@@ -347,13 +353,17 @@ def _skippable(
         leaves: tensors whose gradients are the results; None: the outputs are the results.
     """
 
-    def results_without(names: Labels) -> list[Any]:
+    def results_without(names: LinearNames) -> list[Any]:
         """Run the half while these Linears return NaN, and return its results."""
         if leaves is None:
-            with torch.no_grad(), left_out(linears, names):
+            with torch.no_grad(), skip_outputs(linears, names):
                 return run()
         computed_names = [name for name in linears if name not in names]
-        with random.replayed(), computed(linears, computed_names), left_out(linears, names):
+        with (
+            random.replay(),
+            compute_outputs(linears, computed_names),
+            skip_outputs(linears, names),
+        ):
             return gradients_of(run(), leaves)
 
     def equals_expected(results: list[Any]) -> bool:
@@ -363,7 +373,7 @@ def _skippable(
         return same_gradients(call, results, expected)
 
     expected = results_without(frozenset())
-    return confirmed(names, lambda names: equals_expected(results_without(names)))
+    return confirm_names(names, lambda names: equals_expected(results_without(names)))
 
 
 def _unread_in_halves(
@@ -386,7 +396,7 @@ def _unread_in_halves(
         """Run the layer's forward up to its attention, and return q, k and v. A layer that attends
         by itself has only k and v."""
         chunk_attention = call.split(chunk)
-        with random.replayed():
+        with random.replay():
             call.run(x, chunk, chunk_attention, leaves)
         return [*chunk_attention.tensors]
 
@@ -403,16 +413,18 @@ def _unread_in_halves(
     def run_after() -> list[Tensor]:
         """Run the layer's forward with `half_input` as attention's output, and return hidden_states
         and the layer's other outputs."""
-        with random.replayed():
+        with random.replay():
             output = call.run(x, chunk, call.split(chunk, half_input), leaves)
         assert output is not None
         return [output.hidden_states, *output.extras.values()]
 
-    def skippable(names: Labels, run: Callable[[], list[Tensor]], differentiated: bool) -> Labels:
+    def skippable(
+        names: LinearNames, run: Callable[[], list[Tensor]], differentiated: bool
+    ) -> LinearNames:
         """Return those of the Linears `names` that one half of the layer can skip. `run` runs the
         half and returns its outputs; if `differentiated`, gradients are compared."""
         leaves_of_half = [x, *of_attention, *leaves, *call.layer_state.layer.parameters()]
-        return _skippable(
+        return _find_skippable(
             call, linears, names, run, random, leaves_of_half if differentiated else None
         )
 

@@ -2,11 +2,11 @@
 
 Attention needs all tokens, so no loop over chunks can contain attention: ranks with different
 numbers of chunks would wait for each other. Instead, the layer's own forward is cut at its
-attention call (`sharded/halves.py`). Between the halves, every rank receives the tensors that its
-queries read. The rank attends piece by piece, to each group of heads in turn. Ulysses exchanges a
-rank's tokens of all heads for all tokens of the rank's heads, one single group
+attention call (`sharded/layer_halves.py`). Between the halves, every rank receives the tensors that
+its queries read. The rank attends piece by piece, to each group of heads in turn. Ulysses exchanges
+a rank's tokens of all heads for all tokens of the rank's heads, one single group
 (`sharded/shards.py`). Under context parallelism queries stay on their rank, and K and V of a group
-are gathered (`sharded/gathered.py`):
+are gathered (`sharded/gathered_keys.py`):
 
     forward, no graph                             Ulysses                 context parallelism
         chunks of the shard: up to attention          q, k, v to heads        k, v gathered
@@ -43,30 +43,36 @@ import torch
 from torch import Tensor
 
 from streambp.admission.entry import backward_in_chunks, stream_layer
-from streambp.attention.attend import Attended, Params
+from streambp.attention.attend import AttentionOutput, AttentionParams
 from streambp.attention.backend import choose_backend
 from streambp.attention.kv import KVBuffer
-from streambp.attention.prefix import KeysOfAll
+from streambp.attention.prefix import FullSequenceKeys
 from streambp.chunks import Chunk
 from streambp.device import RandomState
 from streambp.errors import UnsupportedModelError
-from streambp.layer.call import LayerCall, Whole, write_chunk
+from streambp.layer.call import FullOutputs, LayerCall, write_chunk
 from streambp.layer.function import BackwardPass, Strategy, outputs_of, run_forward
-from streambp.layer.gradients import counting, refuse_other_leaves
+from streambp.layer.gradients import count_graph_bytes, refuse_other_leaves
 from streambp.layer.layer_state import CallReport, LayerState
-from streambp.layer.products import Labels, See, left_out, summed, tapped
+from streambp.layer.products import (
+    LinearNames,
+    TensorCallback,
+    skip_outputs,
+    sum_weight_gradients,
+    tap_linears,
+)
 from streambp.layer.recompute import NULL_CONTEXT
-from streambp.layer.saved import linear_of
-from streambp.sharded.attended import (
-    AttendedAtOnce,
-    AttendedByChunk,
-    Attending,
-    ReadByChunk,
+from streambp.layer.saved_tensors import linear_of
+from streambp.sharded.call import HalfInput, ShardedCall
+from streambp.sharded.layer_halves import SplitAtAttention
+from streambp.sharded.shards import Keys, Shards
+from streambp.sharded.split_attention import (
+    AllQueriesAttention,
+    ChunkwiseAttention,
+    ChunkwiseKeys,
+    SplitAttention,
     part_of,
 )
-from streambp.sharded.call import HalfInput, ShardedCall
-from streambp.sharded.halves import SplitAtAttention
-from streambp.sharded.shards import Keys, Shards
 
 # gradients of the layer's input and arguments, of attention's leaves, and of the parameters
 Gradients = tuple[list[Tensor | None], list[Tensor | None], list[Tensor | None]]
@@ -123,9 +129,9 @@ def run_forward_in_halves(call: ShardedCall, keep: bool) -> tuple[Tensor, ...]:
     Raises:
         UnsupportedModelError: dropout draws before or in attention, and sequences are split.
     """
-    outputs: Whole = {}
-    with torch.no_grad(), call.streaming():
-        call.look_into_halves()
+    outputs: FullOutputs = {}
+    with torch.no_grad(), call.prepare_layer():
+        call.find_unread_in_halves()
         if keep:
             call.saved.find_products()
             if call.saved.cost_recorder is not None:
@@ -161,16 +167,16 @@ def run_forward_in_halves(call: ShardedCall, keep: bool) -> tuple[Tensor, ...]:
             call.backward.witness.left_out = call.unread.to_differentiate_after.difference(
                 call.unread.for_output, names
             )
-            recorded = tapped(
+            recorded = tap_linears(
                 linears, call.backward.witness.left_out, see=call.backward.witness.see
             )
-        with left_out(linears, call.unread.for_output), recorded:
+        with skip_outputs(linears, call.unread.for_output), recorded:
             for chunk in call.plan:
                 hidden_chunk = call.hidden_states[..., chunk.start : chunk.stop, :]
                 if keep:
                     call.saved.random.append(RandomState.capture(call.device))
                 compute = functools.partial(
-                    _forward_after, call, outputs, hidden_chunk, chunk, attention, keep
+                    _forward_second_half, call, outputs, hidden_chunk, chunk, attention, keep
                 )
                 attended = call.attempt(compute) if keep else compute(False)
                 if keep:
@@ -190,7 +196,7 @@ def _queries(call: ShardedCall, parts: list[Tensor]) -> Tensor | None:
     return call.shards.queries(parts.pop(0))
 
 
-def _attention_of(call: ShardedCall, q: Tensor | None, keys: Keys) -> Attending:
+def _attention_of(call: ShardedCall, q: Tensor | None, keys: Keys) -> SplitAttention:
     """Return the object that computes attention between the halves.
 
     Args:
@@ -199,20 +205,20 @@ def _attention_of(call: ShardedCall, q: Tensor | None, keys: Keys) -> Attending:
         keys: K and V of full sequences.
     """
     if q is None:
-        return ReadByChunk(call, keys)
-    attends = AttendedAtOnce if call.shards.splits else AttendedByChunk
+        return ChunkwiseKeys(call, keys)
+    attends = AllQueriesAttention if call.shards.splits else ChunkwiseAttention
     return attends(call, q, keys)
 
 
-def _forward_after(
+def _forward_second_half(
     call: ShardedCall,
-    outputs: Whole,
+    outputs: FullOutputs,
     hidden_chunk: Tensor,
     chunk: Chunk,
-    attention: Attending,
+    attention: SplitAttention,
     keep: bool,
     is_retry: bool,
-) -> list[Attended]:
+) -> list[AttentionOutput]:
     """Compute the half after attention on one chunk, without a graph, and copy its results into
     `outputs`. Return the attention output that is to be saved with the chunk: a list with one
     output, or [].
@@ -229,7 +235,7 @@ def _forward_after(
     if is_retry:
         call.saved.random[-1].restore()
     half_input, attended = attention.output(chunk)
-    see = call.seeing(chunk, in_backward=False, half_name="after")
+    see = call.start_witness(chunk, in_backward=False, half_name="after")
     names = [name for name in call.saved.products_after if name in call.saved.products.names]
     with call.saved.products.capture_outputs(names, see) if keep else NULL_CONTEXT:
         output = call.run(hidden_chunk, chunk, _second_half(call, chunk, half_input))
@@ -249,7 +255,7 @@ def _project(call: ShardedCall, keep: bool) -> list[Tensor]:
         keep: True: save outputs of Linears for backward.
     """
     projected: list[Tensor] = []
-    with left_out(call.layer_state.linears, _unread_before(call)):
+    with skip_outputs(call.layer_state.linears, _unread_before(call)):
         for chunk in call.plan:
             call.random_before.append(RandomState.capture(call.device))
             compute = functools.partial(_project_chunk, call, chunk, projected, keep)
@@ -262,7 +268,7 @@ def _project(call: ShardedCall, keep: bool) -> list[Tensor]:
     return projected
 
 
-def _unread_before(call: ShardedCall) -> Labels:
+def _unread_before(call: ShardedCall) -> LinearNames:
     """Return the Linears that the half before attention skips while it computes q, k and v. A layer
     that attends by itself needs k and v alone."""
     if call.attends_by_itself:
@@ -286,13 +292,13 @@ def _project_chunk(
     if is_retry:
         call.random_before[-1].restore()
     hidden_chunk = call.hidden_states[..., chunk.start : chunk.stop, :]
-    see = call.seeing(chunk, in_backward=False, half_name="before")
+    see = call.start_witness(chunk, in_backward=False, half_name="before")
     with call.saved.products.capture_outputs(see=see) if keep else NULL_CONTEXT:
         projected_chunk = _collect(call, hidden_chunk, chunk, projected, 3)
     _see_projected(see, projected_chunk)
 
 
-def _see_projected(see: See | None, projected: tuple[Tensor, ...]) -> None:
+def _see_projected(see: TensorCallback | None, projected: tuple[Tensor, ...]) -> None:
     """Pass a chunk's q, k and v, or k and v alone, to `see`, which compares the values in backward
     with those in forward. None: nothing is compared."""
     if see is not None:
@@ -317,18 +323,18 @@ def _collect(
     chunk_attention = call.split(chunk)
     call.run(hidden_chunk, chunk, chunk_attention)
     if isinstance(chunk_attention, SplitAtAttention):
-        _take_settings(call, chunk_attention)
+        _store_attention_settings(call, chunk_attention)
     else:
         call.heads = (0, chunk_attention.tensors[0].shape[1])
     parts = chunk_attention.tensors[:count]
     if not projected:
-        projected += [_for_all_tokens(part, call.plan.length) for part in parts]
+        projected += [_full_length_tensor(part, call.plan.length) for part in parts]
     for target, part in zip(projected, parts, strict=True):
         target[part_of(chunk)] = part
     return chunk_attention.tensors
 
 
-def _take_settings(call: ShardedCall, chunk_attention: SplitAtAttention) -> None:
+def _store_attention_settings(call: ShardedCall, chunk_attention: SplitAtAttention) -> None:
     """Store the settings of a layer's attention call in `call`: its kernels and sizes, by the first
     chunk, and its sinks.
 
@@ -355,7 +361,9 @@ def _take_settings(call: ShardedCall, chunk_attention: SplitAtAttention) -> None
             sinks,
             biased=arguments.bias is not None,
         )
-        call.params = Params(backend, arguments.scale, arguments.softcap, arguments.dropout, 0)
+        call.params = AttentionParams(
+            backend, arguments.scale, arguments.softcap, arguments.dropout, 0
+        )
         call.heads = (arguments.q.shape[1], arguments.k.shape[1])
         call.value_size = arguments.v.shape[3]
     call.sinks = None if arguments.sink is None else call.shards.sinks(arguments.sink.detach())
@@ -364,7 +372,7 @@ def _take_settings(call: ShardedCall, chunk_attention: SplitAtAttention) -> None
         call.bias = call.bias.detach()
 
 
-def _for_all_tokens(part: Tensor, length: int) -> Tensor:
+def _full_length_tensor(part: Tensor, length: int) -> Tensor:
     """Return an uninitialized tensor [B, H, length, D] for a tensor like a chunk's q, k or v
     [B, H, C, D], with tokens before heads in memory."""
     rows, heads, _, size = part.shape
@@ -373,7 +381,7 @@ def _for_all_tokens(part: Tensor, length: int) -> Tensor:
 
 def _second_half(
     call: ShardedCall, chunk: Chunk, half_input: HalfInput
-) -> SplitAtAttention | KeysOfAll:
+) -> SplitAtAttention | FullSequenceKeys:
     """Return the replacement of attention for the half after attention, on one chunk.
 
     This half runs the layer from its start. The random numbers before attention must equal those of
@@ -387,7 +395,7 @@ def _second_half(
         half_input: attention's output for the chunk, [B, H, C, D_v], or K [B, H_kv, T, D] and V for
             a layer that attends by itself.
     """
-    if isinstance(half_input, Tensor) and call.layer_state.tests.overwritten.attended:
+    if isinstance(half_input, Tensor) and call.layer_state.tests.overwritten.attention_output:
         half_input = (
             half_input.clone()
         )  # the layer writes to a copy, because the output may be saved
@@ -398,12 +406,12 @@ def _second_half(
     return call.split(chunk, half_input, random_state.restore)
 
 
-def _as_before(call: ShardedCall, chunk: Chunk) -> contextlib.AbstractContextManager[None]:
+def _replay_generators(call: ShardedCall, chunk: Chunk) -> contextlib.AbstractContextManager[None]:
     """Return a context manager in which torch's generators draw, for this chunk, the same random
     numbers that the half before attention drew in forward."""
     if not call.random_before:
         return NULL_CONTEXT
-    return call.random_before[chunk.index].replayed()
+    return call.random_before[chunk.index].replay()
 
 
 def run_backward_in_halves(call: ShardedCall, work: BackwardPass) -> None:
@@ -415,7 +423,7 @@ def run_backward_in_halves(call: ShardedCall, work: BackwardPass) -> None:
         call: the call of the layer.
         work: receives the gradients.
     """
-    attention = _attention_of(call, *_exchanged_again(call))
+    attention = _attention_of(call, *_exchange_again(call))
     attention.backward()
     _differentiate_after(call, work, attention)
     gradients = attention.gradients()
@@ -423,7 +431,7 @@ def run_backward_in_halves(call: ShardedCall, work: BackwardPass) -> None:
     _differentiate_before(call, work, gradients)
 
 
-def _exchanged_again(call: ShardedCall) -> tuple[Tensor | None, Keys]:
+def _exchange_again(call: ShardedCall) -> tuple[Tensor | None, Keys]:
     """Return q, and K and V of full sequences, for attention in backward. K and V are read if
     saved. All other tensors are recomputed and exchanged between ranks again. q is None for a layer
     that attends by itself."""
@@ -434,7 +442,7 @@ def _exchanged_again(call: ShardedCall) -> tuple[Tensor | None, Keys]:
         count = 1
         unread = call.unread.for_queries.difference(saved.products_before)
     projected: list[Tensor] = []
-    with torch.no_grad(), left_out(call.layer_state.linears, unread):
+    with torch.no_grad(), skip_outputs(call.layer_state.linears, unread):
         for chunk in call.plan:
             if count == 1 and call.attends_by_itself:
                 break  # k and v are saved, and the second half computes q
@@ -472,13 +480,13 @@ def _project_again(
     """
     saved = call.saved
     with (
-        _as_before(call, chunk),
+        _replay_generators(call, chunk),
         saved.products.use_outputs(saved.brought, saved.products_before),
     ):
         _collect(call, saved.brought["x"], chunk, projected, count)
 
 
-def _differentiate_after(call: ShardedCall, work: BackwardPass, attention: Attending) -> None:
+def _differentiate_after(call: ShardedCall, work: BackwardPass, attention: SplitAttention) -> None:
     """Recompute and differentiate the layer's second half, behind its attention, chunk by chunk.
 
     Args:
@@ -489,22 +497,22 @@ def _differentiate_after(call: ShardedCall, work: BackwardPass, attention: Atten
     saved = call.saved
     linears = call.layer_state.linears
     unread = call.unread.to_differentiate_after.difference(saved.products_after)
-    with summed(linears, work.sums, unread, call.backward.witness):
+    with sum_weight_gradients(linears, work.sums, unread, call.backward.witness):
         for chunk in call.plan.backward:
-            saved.bring(chunk, saved.after_reads(chunk.index), names_to_keep=("x",))
+            saved.bring(chunk, saved.second_half_reads(chunk.index), names_to_keep=("x",))
             of_inputs, of_leaves, of_parameters = call.attempt(
-                functools.partial(_chunk_after, call, work, chunk, attention)
+                functools.partial(_differentiate_chunk_after, call, work, chunk, attention)
             )
             attention.store_gradients(chunk, of_leaves)
             work.add(chunk, of_inputs)
             call.attempt(functools.partial(_add_to_sums, work, of_parameters))
 
 
-def _chunk_after(
+def _differentiate_chunk_after(
     call: ShardedCall,
     work: BackwardPass,
     chunk: Chunk,
-    attention: Attending,
+    attention: SplitAttention,
     is_retry: bool,
 ) -> Gradients:
     """Recompute and differentiate the layer's second half on one chunk. Return the gradients of the
@@ -520,14 +528,14 @@ def _chunk_after(
     saved = call.saved
     work.sums.begin(is_retry)
     attention.begin_backward(is_retry)
-    see = call.seeing(chunk, in_backward=True, half_name="after")
+    see = call.start_witness(chunk, in_backward=True, half_name="after")
     hidden_chunk = saved.brought["x"].detach().requires_grad_(work.needs_input)
     leaves = call.arguments.leaves(chunk, work.needs_arguments)
     with (
         torch.enable_grad(),
-        saved.random[chunk.index].replayed(),
+        saved.random[chunk.index].replay(),
         saved.products.use_outputs(saved.brought, saved.products_after, sums=work.sums, see=see),
-        _counting(call, saved.brought["x"], work),
+        _count_graph_bytes(call, saved.brought["x"], work),
     ):
         half_input, of_attention = attention.leaf(chunk)
         output = call.run(hidden_chunk, chunk, _second_half(call, chunk, half_input), leaves)
@@ -537,10 +545,10 @@ def _chunk_after(
     outputs, upstream = work.upstream(output, chunk)
     del output, half_input
     targets = [leaf for leaf in (hidden_chunk, *leaves) if leaf.requires_grad]
-    return _differentiated(call, work, chunk, targets, of_attention, outputs, upstream)
+    return _differentiate_half(call, work, chunk, targets, of_attention, outputs, upstream)
 
 
-def _counting(
+def _count_graph_bytes(
     call: ShardedCall, x: Tensor, work: BackwardPass
 ) -> contextlib.AbstractContextManager[None]:
     """Return a context manager that counts the bytes of a half's graph on one chunk, if the policy
@@ -553,7 +561,9 @@ def _counting(
     """
     cost_recorder = call.saved.cost_recorder
     return (
-        NULL_CONTEXT if cost_recorder is None else counting(call, cost_recorder, (x, *work.shadows))
+        NULL_CONTEXT
+        if cost_recorder is None
+        else count_graph_bytes(call, cost_recorder, (x, *work.shadows))
     )
 
 
@@ -563,7 +573,7 @@ def _add_to_sums(work: BackwardPass, gradients: list[Tensor | None], is_retry: b
     work.sums.add(gradients)
 
 
-def _differentiated(
+def _differentiate_half(
     call: ShardedCall,
     work: BackwardPass,
     chunk: Chunk,
@@ -606,18 +616,18 @@ def _differentiate_before(call: ShardedCall, work: BackwardPass, gradients: list
     saved = call.saved
     linears = call.layer_state.linears
     unread = call.unread.to_differentiate_before.difference(saved.products_before)
-    with summed(linears, work.sums, unread):
+    with sum_weight_gradients(linears, work.sums, unread):
         for chunk in call.plan.backward:
             saved.bring(chunk, saved.half_reads(chunk.index, saved.products_before))
             of_inputs, _, of_parameters = call.attempt(
-                functools.partial(_chunk_before, call, work, chunk, gradients)
+                functools.partial(_differentiate_chunk_before, call, work, chunk, gradients)
             )
             saved.brought.clear()
             work.add(chunk, of_inputs, accumulate=True)
             call.attempt(functools.partial(_add_to_sums, work, of_parameters))
 
 
-def _chunk_before(
+def _differentiate_chunk_before(
     call: ShardedCall, work: BackwardPass, chunk: Chunk, gradients: list[Tensor], is_retry: bool
 ) -> Gradients:
     """Recompute and differentiate the layer's first half on one chunk. Return the gradients of the
@@ -635,12 +645,12 @@ def _chunk_before(
     hidden_chunk = saved.brought["x"].detach().requires_grad_(work.needs_input)
     leaves = call.arguments.leaves(chunk, work.needs_arguments)
     chunk_attention = call.split(chunk)
-    see = call.seeing(chunk, in_backward=True, half_name="before")
+    see = call.start_witness(chunk, in_backward=True, half_name="before")
     with (
         torch.enable_grad(),
-        _as_before(call, chunk),
+        _replay_generators(call, chunk),
         saved.products.use_outputs(saved.brought, saved.products_before, sums=work.sums, see=see),
-        _counting(call, saved.brought["x"], work),
+        _count_graph_bytes(call, saved.brought["x"], work),
     ):
         call.run(hidden_chunk, chunk, chunk_attention, leaves)
     _see_projected(see, chunk_attention.tensors)
@@ -672,4 +682,4 @@ def _chunk_before(
             outputs.append(bias.view_as(bias))
         upstream.append(call.bias.to(bias.dtype))
     targets = [leaf for leaf in (hidden_chunk, *leaves) if leaf.requires_grad]
-    return _differentiated(call, work, chunk, targets, [], outputs, upstream)
+    return _differentiate_half(call, work, chunk, targets, [], outputs, upstream)

@@ -17,7 +17,7 @@ from streambp.attention.spans import Spans
 from streambp.errors import UnsupportedMaskError
 
 
-class Shown(enum.IntEnum):
+class MaskResult(enum.IntEnum):
     """Result of reading one rank's attention mask for packed documents, from which all ranks derive
     the keys of full sequences. NOTHING: this rank's tokens have no packed documents. KNOWN: the
     mask separates documents. IGNORED: position_ids mark documents, which the mask does not
@@ -29,7 +29,7 @@ class Shown(enum.IntEnum):
     REFUSED = 3  # more than padding, packing and a window
 
 
-def resolve_whole(
+def resolve_full_mask(
     mask: LazyMask | Tensor | None,
     full_spans: Spans,
     length: int,
@@ -64,9 +64,11 @@ def resolve_whole(
         return Spans.causal(rows, full_spans.length)
     if isinstance(mask, LazyMask) and mask.full_layout is not None:
         return mask.full_layout
-    window, clear, visibility = _shown(mask, rows, full_spans.length, length, position_ids, device)
+    window, clear, visibility = _read_mask(
+        mask, rows, full_spans.length, length, position_ids, device
+    )
     replies = gather_numbers([-1 if window is None else window, clear, visibility])
-    if any(reply[2] == Shown.REFUSED or reply[0] != replies[0][0] for reply in replies):
+    if any(reply[2] == MaskResult.REFUSED or reply[0] != replies[0][0] for reply in replies):
         raise UnsupportedMaskError(
             "The attention mask is no sliding window, padding or packing; where sequences are "
             "split over ranks streambp knows one rank's part of it only. Train this model without "
@@ -80,7 +82,7 @@ def resolve_whole(
         )
     assert isinstance(mask, LazyMask)
     ignored = (
-        any(reply[2] == Shown.IGNORED for reply in replies)
+        any(reply[2] == MaskResult.IGNORED for reply in replies)
         and mask.description.get("attention_mask") is None
     )
     if ignored:
@@ -90,17 +92,17 @@ def resolve_whole(
     return mask.full_layout
 
 
-def _shown(
+def _read_mask(
     mask: LazyMask | Tensor,
     rows: int,
     full_length: int,
     length: int,
     position_ids: Tensor | None,
     device: torch.device,
-) -> tuple[int | None, bool, Shown]:
-    """Return what the mask of this rank's tokens shows; `resolve_whole` compares it over ranks. The
-    three values are the sliding window (None: no window), True if no other window is possible, and
-    a `Shown` about packed documents.
+) -> tuple[int | None, bool, MaskResult]:
+    """Return what the mask of this rank's tokens shows; `resolve_full_mask` compares it over ranks.
+    The three values are the sliding window (None: no window), True if no other window is possible,
+    and a `MaskResult` about packed documents.
 
     Args:
         mask: the model's mask.
@@ -111,7 +113,7 @@ def _shown(
         device: device for comparisons of masks.
     """
     if isinstance(mask, Tensor) or mask.description.get("use_vmap", False):
-        return None, False, Shown.REFUSED
+        return None, False, MaskResult.REFUSED
     description = mask.description
     padding = description.get("attention_mask")
     window = description.get("local_size")
@@ -129,12 +131,12 @@ def _shown(
         if not plain and agrees(
             Spans(length, rows_of(rows, length, None, packed), window), description, None, device
         ):
-            return window, ends_in_sight, Shown.KNOWN
+            return window, ends_in_sight, MaskResult.KNOWN
         if not agrees(Spans.causal(rows, length, window), description, None, device):
-            return window, False, Shown.REFUSED
-        return window, plain or everywhere(), Shown.IGNORED
+            return window, False, MaskResult.REFUSED
+        return window, plain or everywhere(), MaskResult.IGNORED
     if not agrees(
         Spans(length, rows_of(rows, length, padding, None), window), description, padding, device
     ):
-        return window, False, Shown.REFUSED
-    return window, plain or everywhere(), Shown.NOTHING
+        return window, False, MaskResult.REFUSED
+    return window, plain or everywhere(), MaskResult.NOTHING

@@ -2,8 +2,8 @@
 
 A layer calls the five methods below and does not depend on the kind of sharding. `Shards`
 implements Ulysses: it exchanges a rank's tokens of all heads, [B, H, T / P, D], for all tokens of
-the rank's heads, [B, H / P, T, D]. `sharded/gathered.py` implements context parallelism: a rank
-keeps its queries and gathers K and V.
+the rank's heads, [B, H / P, T, D]. `sharded/gathered_keys.py` implements context parallelism: a
+rank keeps its queries and gathers K and V.
 
     pieces          chunks of this rank's queries, with their positions in the full sequence
     queries         move q to the rank that attends it
@@ -116,7 +116,7 @@ class Shards:
     gathers_keys: ClassVar[bool] = False
 
     @property
-    def whole_length(self) -> int:
+    def full_length(self) -> int:
         """Return T, the number of tokens in a full sequence."""
         return self.size * self.length
 
@@ -129,7 +129,7 @@ class Shards:
             size: maximum number of positions of a chunk.
         """
         return [
-            ChunkShard(chunk, chunk) for chunk in plan_chunks(self.whole_length, batch_size, size)
+            ChunkShard(chunk, chunk) for chunk in plan_chunks(self.full_length, batch_size, size)
         ]
 
     def queries(self, x: Tensor) -> Tensor:
@@ -146,7 +146,7 @@ class Shards:
         exchanged = self.exchange(x.reshape(batch, self.size, -1, length, width).movedim(1, 0))
         return (
             exchanged.permute(1, 0, 3, 2, 4)
-            .reshape(batch, self.whole_length, -1, width)
+            .reshape(batch, self.full_length, -1, width)
             .transpose(1, 2)
         )
 
@@ -168,7 +168,7 @@ class Shards:
         P ranks."""
         return sinks.chunk(self.size)[self.rank]
 
-    def everyones(self, numbers: list[int]) -> list[list[int]]:
+    def gather_numbers(self, numbers: list[int]) -> list[list[int]]:
         """Gather a list of integers from each rank, and return the lists in the order of the ranks.
         This is a collective: every rank must call the method."""
         assert self.positions is not None
@@ -198,7 +198,7 @@ class Shards:
         """
         return [self.tokens(sums.pop(0).to(dtype).transpose(1, 2), heads) for _ in range(2)]
 
-    def in_order(self, x: Tensor) -> Tensor:
+    def to_sequence_order(self, x: Tensor) -> Tensor:
         """Return the gathered parts of P ranks, [P, B, T / P, ...], in the order of the sequence:
         [B, T, ...]."""
         return x.transpose(0, 1).flatten(1, 2)
@@ -283,11 +283,11 @@ def gather_shards(
     spans = Spans.causal(batch_size, length * size)
     shards = kind(group, size, length, spans, position_ids, dist.get_rank(group), min_headroom)
     # [1 or B, T]
-    positions = shards.in_order(torch.stack(all_gather(group, position_ids.contiguous())))
+    positions = shards.to_sequence_order(torch.stack(all_gather(group, position_ids.contiguous())))
     padding = None
     if attention_mask is not None:
         everyones_masks = all_gather(group, attention_mask.to(torch.uint8).contiguous())
-        padding = shards.in_order(torch.stack(everyones_masks)).bool()  # [B, T]
+        padding = shards.to_sequence_order(torch.stack(everyones_masks)).bool()  # [B, T]
     shards.check_order(positions, padding)
     return dataclasses.replace(
         shards, spans=spans_of_tokens(batch_size, length * size, padding, positions)

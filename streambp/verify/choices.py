@@ -35,7 +35,7 @@ class CountedChoices(TorchFunctionMode):
             self.counts[args[0].shape[-1]].update(map(tuple, rows))
         return result
 
-    def differing(self, other_choices: CountedChoices) -> int:
+    def count_differences(self, other_choices: CountedChoices) -> int:
         """Return the number of rows whose indices were counted here and not in `other_choices`. A
         row is a token with the indices of its experts, for example.
 

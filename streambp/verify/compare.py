@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from streambp.chunks import pick_chunk_size
 from streambp.config import StreamConfig
-from streambp.device import is_accelerator, tells_memory
+from streambp.device import is_accelerator, reports_memory
 from streambp.distributed.engines import engine_of
 from streambp.errors import ConfigError, StreamBPError, UnsupportedModelError
 from streambp.instance_forward import check_is_module
@@ -47,10 +47,10 @@ from streambp.model.patching import install, unpatch
 from streambp.planner.count import AllocatedBytes, LiveBytes
 from streambp.verify.choices import CountedChoices
 from streambp.verify.comparison import Comparison, MethodResult
-from streambp.verify.methods import Method, check_libraries, check_methods, name_of, prepared
-from streambp.verify.truth import available_memory, float64_experts, in_float64, on_host
+from streambp.verify.methods import Method, check_libraries, check_methods, name_of, prepare_method
+from streambp.verify.truth import available_memory, copy_to_host, float64_experts, lift_casts
 from streambp.verify.verdict import (
-    NOTABLE,
+    NOTABLE_RATIO,
     Distances,
     ParameterError,
     Verification,
@@ -58,10 +58,10 @@ from streambp.verify.verdict import (
     rate,
 )
 
-DRAWS = 4  # maximal number of batches. [Note: choices]
-OTHER_TOKENS = 1_000_003  # step between the seeds of two batches
-TIMED = 2  # steps of which the faster one counts
-ELEMENTS = 2**24  # elements of a gradient compared in one step
+MAX_BATCHES = 4  # maximal number of batches. [Note: choices]
+SEED_STEP = 1_000_003  # step between the seeds of two batches
+TIMED_STEPS = 2  # steps of which the faster one counts
+MAX_COMPARED_ELEMENTS = 2**24  # elements of a gradient compared in one step
 GIB = 2**30
 PADDING_NOTE = (
     "the first token after the padding has no label here, streamed or not: padding predicts it, "
@@ -138,25 +138,25 @@ def compare_methods(
     check_memory(model, narrow, wide, len(against))
     check_libraries(against, next(model.parameters()).device)
     undecided = []  # number of differing choices for each undecided batch
-    for draw in range(DRAWS):
-        batch = _make_batch(model, seq_len, seed + draw * OTHER_TOKENS, left_padding)
+    for draw in range(MAX_BATCHES):
+        batch = _make_batch(model, seq_len, seed + draw * SEED_STEP, left_padding)
         draw_found = _judge(model, against, config, batch, narrow, wide, progress)
         verification = draw_found.verification
         runs = draw_found.runs
-        differing = runs[0].choices.differing(runs[1].choices)
+        differing = runs[0].choices.count_differences(runs[1].choices)
         if verification.exact or not differing:
             break
         undecided.append(differing)
-    untouched = _untouched(model, runs)
+    untouched = _unused_parameters(model, runs)
     notes = _find_notes(verification, undecided, bool(left_padding), untouched)
     verification = dataclasses.replace(verification, notes=(*verification.notes, *notes))
     if not against:
         return Comparison(verification, ())
     progress("steps that are measured", 0.9)
-    with _set_aside(model):
+    with _set_gradients_aside(model):
         costs = [_measure_streamed(model, config, batch)]
         for method in against:
-            with prepared(model, method) as forward:
+            with prepare_method(model, method) as forward:
                 costs.append(_measure(forward, model, batch))
     streamed = MethodResult(
         "streambp",
@@ -180,7 +180,7 @@ def _say_nothing(text: str, fraction: float) -> None:
     """Ignore a report of progress. This is the default of the argument `said`."""
 
 
-def _untouched(model: nn.Module, runs: tuple[VerifyRun, ...]) -> list[str]:
+def _unused_parameters(model: nn.Module, runs: tuple[VerifyRun, ...]) -> list[str]:
     """Return the names of trainable parameters that got no gradient in any run, which a note of the
     verdict names."""
     touched = set()
@@ -202,7 +202,7 @@ def _judge(
     narrow: torch.dtype,
     wide: torch.dtype,
     progress: ProgressCallback,
-) -> Draw:
+) -> BatchResults:
     """Return the verdict for one batch. The gradients of the streamed model, the unpatched model
     and every other method are compared with the gradients of a reference in dtype `wide`. The
     verdict's notes name the parts of the model that did not stream.
@@ -219,7 +219,7 @@ def _judge(
     # float16 underflows for the small gradients of a mean, streamed or not
     scale = 1024.0 if narrow == torch.float16 else 1.0
     with (
-        _set_aside(model),
+        _set_gradients_aside(model),
         float64_experts(model) if narrow == torch.float64 else contextlib.nullcontext(),
     ):
         progress("the streamed model", 0.2)
@@ -238,7 +238,7 @@ def _judge(
         runs = [streamed, unpatched]
         for method in against:
             progress(name_of(method), 0.5)
-            with prepared(model, method) as forward:
+            with prepare_method(model, method) as forward:
                 runs.append(_run(model, batch, scale, forward))
         progress(f"the truth in {_name(wide)}", 0.6)
         truth = _run_truth(model, batch, scale, wide, tuple(runs))
@@ -266,7 +266,7 @@ def _judge(
         window=_window(model),
         notes=tuple(notes),
     )
-    return Draw(verification, tuple(runs), tuple(errors))
+    return BatchResults(verification, tuple(runs), tuple(errors))
 
 
 class GradientErrors(NamedTuple):
@@ -284,7 +284,7 @@ class GradientErrors(NamedTuple):
     problems: tuple[str, ...]
 
 
-class Draw(NamedTuple):
+class BatchResults(NamedTuple):
     """Results for one batch of random tokens. `compare_methods` draws another batch if the streamed
     run fails on this one and chose other experts than the unpatched run.
 
@@ -467,7 +467,7 @@ def _make_batch(model: nn.Module, seq_len: int, seed: int, left_padding: int = 0
 
 
 @contextlib.contextmanager
-def _set_aside(model: nn.Module) -> Iterator[None]:
+def _set_gradients_aside(model: nn.Module) -> Iterator[None]:
     """Context manager in which the model is in eval mode and every `.grad` is None.
 
     At the end the model is unpatched, and its training flags and gradients are restored.
@@ -621,7 +621,7 @@ def _run_truth(
         wide: dtype of the truth.
         runs: the runs whose gradients are compared with the truth's.
     """
-    truth = on_host(model, wide)
+    truth = copy_to_host(model, wide)
     experts: contextlib.AbstractContextManager[None]
     if wide == torch.float64:
         experts = float64_experts(truth)
@@ -646,7 +646,7 @@ def _run_truth(
             truth,
             inputs,
             scale,
-            in_float64() if wide == torch.float64 else contextlib.nullcontext(),
+            lift_casts() if wide == torch.float64 else contextlib.nullcontext(),
         )
     return step[0], distances_by_name
 
@@ -661,7 +661,7 @@ def _distance(truth: Tensor | None, gradient: Tensor | None) -> float:
     present = []
     for tensor in (truth, gradient):
         if tensor is not None:
-            present.append(tensor.flatten().split(ELEMENTS))
+            present.append(tensor.flatten().split(MAX_COMPARED_ELEMENTS))
     for blocks in zip(*present, strict=True):
         wide = [block.double() for block in blocks]
         total += float((wide[0] - wide[1] if len(wide) == 2 else wide[0]).square().sum())
@@ -704,8 +704,8 @@ def _measure(forward: Callable[..., Any], model: nn.Module, batch: Batch) -> tup
         return seconds
 
     step()
-    seconds = min(step() for _ in range(TIMED))
-    if tells_memory(device):
+    seconds = min(step() for _ in range(TIMED_STEPS))
+    if reports_memory(device):
         count = AllocatedBytes(device)
     else:
         count = LiveBytes()
@@ -746,8 +746,9 @@ def _find_notes(
     notes = []
     if undecided:
         notes.append(
-            f"{len(undecided)} of at most {DRAWS} draws of tokens decided nothing: {undecided} "
-            "choices of experts fell otherwise streamed than unpatched, which a tie does, or an "
+            f"{len(undecided)} of at most {MAX_BATCHES} draws of tokens decided nothing: "
+            f"{undecided} choices of experts fell otherwise streamed than unpatched, which a tie "
+            "does, or an "
             "error"
         )
     notes += [PADDING_NOTE] if padded else []
@@ -775,10 +776,10 @@ def _find_notes(
             "--dtype float32 "
             "shows them"
         )
-        if verification.exact and error > NOTABLE * noise:
+        if verification.exact and error > NOTABLE_RATIO * noise:
             notes.append(
                 f"an error {error / noise:.2f} x the model's own happens by chance; if other seeds "
-                f"(--seed) agree on more than {NOTABLE}, please report it"
+                f"(--seed) agree on more than {NOTABLE_RATIO}, please report it"
             )
     if untouched:
         names = ", ".join(untouched[:5]) + (" ..." if len(untouched) > 5 else "")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
-from streambp.verify.verdict import FLOOR, Verification
+from streambp.verify.verdict import ERROR_FLOOR, Verification
 
 MIB = 2**20
-WIDTH = 30  # columns of a method's name
+NAME_COLUMNS = 30  # columns of a method's name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,13 +60,13 @@ class Comparison:
         lines = [
             verdict,
             "",
-            f"{'method':<{WIDTH}}  {'gradient':>9}  {'error':>9}  {'x noise':>7}  "
+            f"{'method':<{NAME_COLUMNS}}  {'gradient':>9}  {'error':>9}  {'x noise':>7}  "
             f"{'peak MiB':>9}  {'seconds':>8}",
         ]
-        noise = max(self.verification.whole_unpatched, FLOOR)
+        noise = max(self.verification.whole_unpatched, ERROR_FLOOR)
         for method in self.methods:
             lines.append(
-                f"{method.name:<{WIDTH}}  {method.verdict:>9}  {method.error:>9.2e}  "
+                f"{method.name:<{NAME_COLUMNS}}  {method.verdict:>9}  {method.error:>9.2e}  "
                 f"{method.error / noise:>7.2f}  {method.peak / MIB:>9.1f}  {method.seconds:>8.3f}"
             )
         for method in self.methods[1:]:

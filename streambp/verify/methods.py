@@ -21,8 +21,8 @@ from streambp.device import is_accelerator
 from streambp.errors import ConfigError, StreamBPError, UnsupportedModelError
 from streambp.fields import short_repr
 from streambp.known_names import LIGER as LIGER_PACKAGE
-from streambp.known_names import NOT_OF_LAYERS
-from streambp.libraries import required
+from streambp.known_names import LIGER_OTHER_PARTS
+from streambp.libraries import require_library
 from streambp.model.fused_layers import NoKernelsError, install_kernels
 
 UNPATCHED = "unpatched"
@@ -30,15 +30,17 @@ CHECKPOINTING = "checkpointing"
 TRL = "trl"
 LIGER = "liger"
 METHODS = (UNPATCHED, CHECKPOINTING, TRL, LIGER)
-TOLD = {
+METHOD_TEXTS = {
     UNPATCHED: "unpatched",
     CHECKPOINTING: "checkpointing",
     TRL: "checkpointing, TRL's head",
     LIGER: "checkpointing, Liger's kernels",
 }
-LAYER_KERNELS = (*NOT_OF_LAYERS, "rms_norm", "layer_norm", "swiglu", "geglu")
-HEAD = "fused_linear_cross_entropy"
-FLAG = "gradient_checkpointing"  # transformers' attribute of modules that checkpoint
+LAYER_KERNELS = (*LIGER_OTHER_PARTS, "rms_norm", "layer_norm", "swiglu", "geglu")
+LIGER_HEAD_OPTION = "fused_linear_cross_entropy"
+CHECKPOINTING_ATTRIBUTE = (
+    "gradient_checkpointing"  # transformers' attribute of modules that checkpoint
+)
 
 Forward = Callable[..., Any]
 Method: TypeAlias = str | Callable[[Any], Forward]
@@ -47,7 +49,7 @@ Method: TypeAlias = str | Callable[[Any], Forward]
 def name_of(method: Method) -> str:
     """Return the name of a method, or of the function that implements the method, for a table."""
     if isinstance(method, str):
-        return TOLD[method]
+        return METHOD_TEXTS[method]
     return getattr(method, "__name__", type(method).__name__)
 
 
@@ -80,9 +82,9 @@ def check_libraries(methods: Sequence[Method], device: torch.device) -> None:
         StreamBPError: a library is too old, or its kernels need a GPU.
     """
     if TRL in methods:
-        _trl()
+        _trl_patch()
     if LIGER in methods:
-        _liger()
+        _liger_patch()
         if not is_accelerator(device):
             raise StreamBPError(
                 f"Liger's kernels need a GPU, and this model is on {device.type}. Leave "
@@ -91,7 +93,7 @@ def check_libraries(methods: Sequence[Method], device: torch.device) -> None:
 
 
 @contextlib.contextmanager
-def prepared(model: nn.Module, method: Method) -> Iterator[Forward]:
+def prepare_method(model: nn.Module, method: Method) -> Iterator[Forward]:
     """Context manager that sets up a method on a copy of the model, and yields the method's
     forward: a function of the model's arguments.
 
@@ -111,9 +113,9 @@ def prepared(model: nn.Module, method: Method) -> Iterator[Forward]:
         return
     forward: Forward = copied_model
     if method == TRL:
-        forward = _with_trls_head(copied_model)
+        forward = _add_trls_head(copied_model)
     if method == LIGER:
-        _with_ligers_kernels(copied_model)
+        _add_ligers_kernels(copied_model)
     _checkpoint(copied_model)
     yield forward
 
@@ -142,7 +144,7 @@ def _checkpoint(model: Any) -> None:
         warnings.simplefilter("ignore", FutureWarning)  # its name changes in transformers 6
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     for module in model.modules():
-        if not hasattr(module, FLAG):
+        if not hasattr(module, CHECKPOINTING_ATTRIBUTE):
             continue
         module.training = True
         for field, value in vars(module).items():
@@ -150,9 +152,9 @@ def _checkpoint(model: Any) -> None:
                 setattr(module, field, 0.0)
 
 
-def _trl() -> Callable[[Any], None]:
+def _trl_patch() -> Callable[[Any], None]:
     """Return a function that adds TRL's chunked head and selective checkpointing to a model."""
-    with required("trl"):
+    with require_library("trl"):
         importlib.import_module("trl")
     try:
         from trl.models import enable_selective_activation_checkpointing
@@ -171,31 +173,31 @@ def _trl() -> Callable[[Any], None]:
     return add
 
 
-def _with_trls_head(model: Any) -> Forward:
+def _add_trls_head(model: Any) -> Forward:
     """Add TRL's chunked head and selective checkpointing; return the forward that uses them."""
-    _trl()(model)
+    _trl_patch()(model)
     return functools.partial(model, fused_lm_head=True)
 
 
-def _liger() -> Callable[..., None]:
+def _liger_patch() -> Callable[..., None]:
     """Return Liger's function that replaces parts of a model instance by Liger's kernels.
 
     Raises:
         MissingLibraryError: Liger is not installed.
     """
-    with required(LIGER_PACKAGE):
+    with require_library(LIGER_PACKAGE):
         package = importlib.import_module(f"{LIGER_PACKAGE}.transformers")
     apply: Callable[..., None] = package._apply_liger_kernel_to_instance
     return apply
 
 
-def _with_ligers_kernels(model: nn.Module) -> None:
+def _add_ligers_kernels(model: nn.Module) -> None:
     """Replace a model's norms, MLPs and loss (fused linear cross-entropy) by Liger's kernels.
 
     The model keeps its own rotation: Liger's is set for all models of the process, and the other
     runs would have it, too.
     """
-    apply = _liger()
+    apply = _liger_patch()
     try:
         install_kernels(model)
     except NoKernelsError as error:
@@ -203,5 +205,5 @@ def _with_ligers_kernels(model: nn.Module) -> None:
             f"{error.fault}. Leave {LIGER} out of the methods to compare with."
         ) from error
     parts = dict.fromkeys(LAYER_KERNELS, False)
-    parts[HEAD] = True
+    parts[LIGER_HEAD_OPTION] = True
     apply(model=model, **parts)

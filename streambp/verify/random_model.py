@@ -20,9 +20,9 @@ from streambp.planner.configuration import build
 from streambp.planner.skeleton import Skeleton, reduced_layers
 from streambp.verify.compare import check_memory
 
-MOST = 8  # layers, unless more are asked for
-SPREAD = 0.02  # standard deviation of the noise on parameters that are constant
-SHARED_LAYERS = "num_kv_shared_layers"  # last layers that read the keys of layers before
+DEFAULT_MAX_LAYERS = 8  # layers, unless more are asked for
+CONSTANT_NOISE = 0.02  # standard deviation of the noise on parameters that are constant
+SHARED_LAYERS_FIELD = "num_kv_shared_layers"  # last layers that read the keys of layers before
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +60,8 @@ def random_model(
 
     Args:
         config: the model's configuration; not changed.
-        layers: number of first layers to keep; None: enough for all kinds of layers, at most MOST.
+        layers: number of first layers to keep; None: enough for all kinds of layers, at most
+            DEFAULT_MAX_LAYERS.
         dtype: dtype of the weights; None: the configuration's.
         seed: seed of the weights.
 
@@ -73,7 +74,7 @@ def random_model(
     skeleton = Skeleton(config, dtype, None, 16, "cuda")
     kinds = reduced_layers(skeleton.model).kinds
     min_layers = max(kinds.index(kind) for kind in set(kinds)) + 1
-    number = layers or min(min_layers, MOST)
+    number = layers or min(min_layers, DEFAULT_MAX_LAYERS)
     if number > len(kinds):
         raise ConfigError(
             f"--layers is {number}, and the model has {len(kinds)} layers. Pass a smaller number."
@@ -110,9 +111,9 @@ def cut_config(config: PreTrainedConfig, layers: int, depth: int) -> PreTrainedC
     for name, value in list(vars(text).items()):
         if isinstance(value, list | tuple) and len(value) == depth:
             setattr(text, name, value[:layers])
-    shared = getattr(text, SHARED_LAYERS, 0) or 0
+    shared = getattr(text, SHARED_LAYERS_FIELD, 0) or 0
     if shared:
-        setattr(text, SHARED_LAYERS, max(0, shared - (depth - layers)))
+        setattr(text, SHARED_LAYERS_FIELD, max(0, shared - (depth - layers)))
     text.num_hidden_layers = layers
     return small_config
 
@@ -142,4 +143,4 @@ def _vary_constants(model: nn.Module) -> None:
     for parameter in model.parameters():
         flat = parameter.flatten()  # [n]
         if len(flat) and bool((flat == flat[0]).all()):
-            parameter.add_(torch.randn_like(parameter) * SPREAD)
+            parameter.add_(torch.randn_like(parameter) * CONSTANT_NOISE)

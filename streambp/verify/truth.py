@@ -19,7 +19,7 @@ from streambp.known_names import EAGER, EXPERTS_IMPLEMENTATION
 from streambp.tensors import replace_attribute
 
 
-def on_host(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+def copy_to_host(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Return a copy of the model on the host in `dtype`, or in the model's dtype if that is wider.
 
     deepcopy gets the host tensors in its memo, so the device never holds a second model.
@@ -38,7 +38,7 @@ def on_host(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 @contextlib.contextmanager
-def in_float64() -> Iterator[None]:
+def lift_casts() -> Iterator[None]:
     """Context manager in which casts to float32 give float64: `torch.float32` as an argument of a
     torch function, and `Tensor.float()`. The truth of a float32 model runs inside, because
     transformers' code casts to float32 in norms and softmax.
@@ -64,12 +64,12 @@ class _CastsLifted(TorchFunctionMode):
         if func is Tensor.float:
             return args[0].double()
         kwargs = kwargs or {}
-        wide_args = map(_widened, args)
-        wide_values = map(_widened, kwargs.values())
+        wide_args = map(_widen, args)
+        wide_values = map(_widen, kwargs.values())
         return func(*wide_args, **dict(zip(kwargs, wide_values, strict=True)))
 
 
-def _widened(value: Any) -> Any:
+def _widen(value: Any) -> Any:
     """Return float64 for float32, and any other value unchanged. Applied to each argument of a
     torch function."""
     if value is torch.float32:

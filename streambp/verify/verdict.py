@@ -6,26 +6,27 @@ wider dtype:
     streamed    |streamed - truth| / |truth|, the error
     unpatched   |unpatched - truth| / |truth|, the noise: rounding in this dtype without streaming
 
-|truth| counts as at least `NEGLIGIBLE` times the norm of the full gradient, because some gradients
-are zero except for rounding.
+|truth| counts as at least `NEGLIGIBLE_NORM_FRACTION` times the norm of the full gradient, because
+some gradients are zero except for rounding.
 
 An exact streamed gradient differs from the unpatched one by roundings in another order. The error
 is then a second random draw from the distribution of the noise. The verdict tests these conditions:
 
 - The same parameters get a gradient, and every number is finite.
-- The full gradient's error is at most `WHOLE` times its noise. Two correct runs of a small model
-  often differ by more than a few percent, because all parameters share a rounding near the loss.
-  Two layers of width 32 give ratios of 0.6 to 1.5, in every dtype, so one draw allows no tighter
-  bound. In half precision a ratio above `NOTABLE` gets a note. If several seeds agree on such a
-  ratio, streaming loses precision, but no term is missing.
-- Each parameter's error is at most `EACH` times the largest of three noises: its own, that of the
-  same parameter in another layer, that of the full gradient. A norm's weight or a bias has few
-  elements, so its own noise can be small by chance. For n elements, the logarithm of the ratio of
-  two norms has a spread of about 1 / sqrt(n - 1). Under 8 elements (a router's bias) the factor is
-  therefore exp(`SPREADS` / sqrt(n - 1)). Chance exceeds this factor once in ten thousand.
-- The loss error is at most `EACH` times the unpatched loss error, plus a small floor. The loss is a
-  mean over hundreds of tokens. The unpatched loss may be right by chance, but both losses are far
-  more precise than a gradient.
+- The full gradient's error is at most `WHOLE_ERROR_FACTOR` times its noise. Two correct runs of a
+  small model often differ by more than a few percent, because all parameters share a rounding near
+  the loss. Two layers of width 32 give ratios of 0.6 to 1.5, in every dtype, so one draw allows no
+  tighter bound. In half precision a ratio above `NOTABLE_RATIO` gets a note. If several seeds agree
+  on such a ratio, streaming loses precision, but no term is missing.
+- Each parameter's error is at most `PARAMETER_ERROR_FACTOR` times the largest of three noises: its
+  own, that of the same parameter in another layer, that of the full gradient. A norm's weight or a
+  bias has few elements, so its own noise can be small by chance. For n elements, the logarithm of
+  the ratio of two norms has a spread of about 1 / sqrt(n - 1). Under 8 elements (a router's bias)
+  the factor is therefore exp(`CHANCE_QUANTILE` / sqrt(n - 1)). Chance exceeds this factor once in
+  ten thousand.
+- The loss error is at most `PARAMETER_ERROR_FACTOR` times the unpatched loss error, plus a small
+  floor. The loss is a mean over hundreds of tokens. The unpatched loss may be right by chance, but
+  both losses are far more precise than a gradient.
 
 A lost or doubly counted term changes some parameter's gradient by percents. Noise is about 1e-6 in
 float32, too small to hide such a change. In half precision noise is about 1e-2 and the verdict is
@@ -38,10 +39,10 @@ import dataclasses
 import math
 import re
 
-NEGLIGIBLE = 1e-6
-WHOLE, NOTABLE, EACH = 2.0, 1.05, 4.0
-SPREADS = 3.72  # quantile of a normal distribution: one value in ten thousand is beyond
-FLOOR = 1e-10  # smaller differences mean nothing in any dtype
+NEGLIGIBLE_NORM_FRACTION = 1e-6
+WHOLE_ERROR_FACTOR, NOTABLE_RATIO, PARAMETER_ERROR_FACTOR = 2.0, 1.05, 4.0
+CHANCE_QUANTILE = 3.72  # quantile of a normal distribution: one value in ten thousand is beyond
+ERROR_FLOOR = 1e-10  # smaller differences mean nothing in any dtype
 LOSS_FLOOR = 2.0**-20  # sixteen roundings of float32, the dtype of the loss
 
 
@@ -150,7 +151,7 @@ class Verification:
         lines += [f"note: {note}" for note in self.notes]
         lines += [f"NOT EXACT: {problem}" for problem in self.problems]
         if self.exact:
-            ratio = f"{self.whole_streamed / max(self.whole_unpatched, FLOOR):.2f}"
+            ratio = f"{self.whole_streamed / max(self.whole_unpatched, ERROR_FLOOR):.2f}"
             lines.append(
                 f"EXACT: to rounding in {self.dtype}; the whole gradient's error is {ratio} x the "
                 "model's own"
@@ -173,9 +174,12 @@ def rate(distances: dict[str, Distances]) -> tuple[tuple[ParameterError, ...], P
     norm, streamed, unpatched = (math.hypot(*column) for column in columns)
     norm = max(norm, 1e-300)
     of_full_gradient = ParameterError(
-        "whole gradient", streamed / norm, unpatched / norm, WHOLE * unpatched / norm + FLOOR
+        "whole gradient",
+        streamed / norm,
+        unpatched / norm,
+        WHOLE_ERROR_FACTOR * unpatched / norm + ERROR_FLOOR,
     )
-    sizes = {name: max(d.truth, NEGLIGIBLE * norm) for name, d in distances.items()}
+    sizes = {name: max(d.truth, NEGLIGIBLE_NORM_FRACTION * norm) for name, d in distances.items()}
     noises: dict[str, float] = {}
     for name, d in distances.items():
         noises[_role(name)] = max(
@@ -188,9 +192,12 @@ def rate(distances: dict[str, Distances]) -> tuple[tuple[ParameterError, ...], P
                 name,
                 d.streamed / sizes[name],
                 d.unpatched / sizes[name],
-                max(EACH, math.exp(SPREADS / math.sqrt(max(d.elements - 1, 1))))
+                max(
+                    PARAMETER_ERROR_FACTOR,
+                    math.exp(CHANCE_QUANTILE / math.sqrt(max(d.elements - 1, 1))),
+                )
                 * noises[_role(name)]
-                + FLOOR,
+                + ERROR_FLOOR,
             )
         )
     return tuple(
@@ -235,8 +242,9 @@ def find_problems(
             )
     if not total.exact:
         problems.append(
-            f"the whole gradient's error {total.streamed:.2e} is more than {WHOLE:g} x the model's "
-            f"own rounding noise {total.unpatched:.2e}"
+            f"the whole gradient's error {total.streamed:.2e} is more than {WHOLE_ERROR_FACTOR:g} "
+            "x "
+            f"the model's own rounding noise {total.unpatched:.2e}"
         )
     inexact = []
     for p in rated:
@@ -248,7 +256,9 @@ def find_problems(
             f"{len(inexact)} of {len(rated)} parameters have errors that rounding does not "
             f"explain; {worst.name} has {worst.streamed:.2e}, at most {worst.bar:.1e} was expected"
         )
-    allowed = EACH * loss.unpatched + abs(loss.truth) * max(total.unpatched / 4, LOSS_FLOOR)
+    allowed = PARAMETER_ERROR_FACTOR * loss.unpatched + abs(loss.truth) * max(
+        total.unpatched / 4, LOSS_FLOOR
+    )
     if not loss.streamed <= allowed:
         problems.append(
             f"the loss is off by {loss.streamed:.1e}; rounding explains at most {allowed:.1e}"

@@ -8,7 +8,7 @@ import types
 import torch
 from torch import nn
 
-FINITE = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+MAX_FINITE_VALUES = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 ACTIVATIONS, GRADIENTS = torch.float8_e4m3fn, torch.float8_e5m2
 
 
@@ -39,7 +39,7 @@ def config(granularity, powers_of_two, weights_in_float8=True):
 def rounded(x, dtype, axis, powers_of_two):
     """`x` after a cast to float8 and back; `axis` None: one scale for the tensor."""
     largest = x.abs().amax() if axis is None else x.abs().amax(axis, keepdim=True)
-    scale = FINITE[dtype] / largest.clamp_min(1e-12).float()
+    scale = MAX_FINITE_VALUES[dtype] / largest.clamp_min(1e-12).float()
     if powers_of_two:
         scale = torch.exp2(torch.floor(torch.log2(scale)))
     return ((x * scale).to(dtype).float() / scale).to(x.dtype)

@@ -1,6 +1,6 @@
 """Models whose attention adds T5's bias by distance: their decoder and their encoder stream.
 
-covers: admission/biased.py, attention/position_biases.py, attention/kinds.py
+covers: admission/t5_bias.py, attention/position_biases.py, attention/kinds.py
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import streambp
 from streambp.admission.own_run import StreamingMismatchError
 from streambp.attention import interface, kernels
 from streambp.layer.function import BackwardPass
-from tests.oracle import EXACT, worst_error
+from tests.oracle import MAX_FLOAT64_ERROR, worst_error
 from tests.seeds import seed_torch
 
 LENGTH = 22
@@ -32,7 +32,7 @@ SIZES = {
     "dropout_rate": 0.0, "relative_attention_num_buckets": 8, "relative_attention_max_distance": 12,
     "decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1,
 }  # fmt: skip
-MAKE = {
+MODEL_BUILDERS = {
     "t5": lambda: T5ForConditionalGeneration(T5Config(**SIZES)),
     "mt5": lambda: MT5ForConditionalGeneration(MT5Config(**SIZES)),
     "umt5": lambda: UMT5ForConditionalGeneration(UMT5Config(**SIZES)),
@@ -48,7 +48,7 @@ pytestmark = [
 
 
 def model_of(name, implementation="eager"):
-    return with_large_biases(MAKE[name](), implementation)
+    return with_large_biases(MODEL_BUILDERS[name](), implementation)
 
 
 def with_large_biases(model, implementation):
@@ -98,13 +98,13 @@ def check(name, implementation="eager", source=19, padding="right", **settings):
     for _ in range(2):
         ours_loss, grads = gradients(ours, batch)
         assert abs(ours_loss - loss) <= 1e-12 * abs(loss)
-        assert worst_error(grads, expected) <= EXACT
+        assert worst_error(grads, expected) <= MAX_FLOAT64_ERROR
     described = streambp.describe(ours)
     assert [layer.path for layer in described.layers] == ["streams"] * 6
     return described
 
 
-@pytest.mark.parametrize("name", list(MAKE))
+@pytest.mark.parametrize("name", list(MODEL_BUILDERS))
 def test_exact(name):
     described = str(check(name))
     assert "plain products: no fused kernel adds a bias by distance" in described
@@ -115,7 +115,7 @@ def test_exact(name):
 @pytest.mark.parametrize("padding", ["right", "none", "left"])
 @pytest.mark.parametrize("source", [LENGTH, 19], ids=["equal lengths", "other lengths"])
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-@pytest.mark.parametrize("name", list(MAKE))
+@pytest.mark.parametrize("name", list(MODEL_BUILDERS))
 def test_all_forms(name, implementation, source, padding):
     seed_torch(1)
     check(name, implementation, source, padding)
@@ -148,7 +148,7 @@ def test_tables_that_are_not_trained(name):
     batch = batch_of(19, "right")
     _, expected = gradients(stock, batch)
     _, grads = gradients(streambp.patch(stock, streambp.StreamConfig(chunk_size=7)), batch)
-    assert worst_error(grads, expected) <= EXACT
+    assert worst_error(grads, expected) <= MAX_FLOAT64_ERROR
 
 
 def test_generate_is_untouched():
@@ -195,21 +195,23 @@ def lose_one_chunk(self, chunk, grads, accumulate=False, real=BackwardPass.add):
     real(self, chunk, passed_gradients, accumulate)
 
 
-def lose_later_blocks(sums, gradient, block, real=kernels.add_of_block):
+def lose_later_blocks(sums, gradient, block, real=kernels.add_block_gradient):
     if block.k0 == 0:
         real(sums, gradient, block)
 
 
 MUTANTS = {
     "the table loses one chunk's gradient": (BackwardPass, "add", lose_one_chunk, "t5"),
-    "the table loses one block's gradient": (kernels, "add_of_block", lose_later_blocks, "umt5"),
+    "the table loses one block's gradient": (kernels, "add_block_gradient", lose_later_blocks,
+        "umt5"),
     "distances are of the other sign": (
-        kernels, "of_pairs",
-        lambda bias, *block, real=kernels.of_pairs: real(bias.flip(-1), *block), "t5",
+        kernels, "pair_bias",
+        lambda bias, *block, real=kernels.pair_bias: real(bias.flip(-1), *block), "t5",
     ),
     "a chunk's distances begin at 0": (
-        interface, "by_distance",
-        lambda module, length, device, real=interface.by_distance: real(module, length, device).roll(1, -1),
+        interface, "distance_bias",
+        lambda module, length, device, real=interface.distance_bias: real(module, length,
+            device).roll(1, -1),
         "umt5",
     ),
 }  # fmt: skip

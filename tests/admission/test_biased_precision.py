@@ -1,7 +1,7 @@
 """Models with T5's bias by distance in bfloat16 and under its autocast: they stream, as far from
 float64 as the unpatched model.
 
-covers: admission/biased.py, admission/agreement.py
+covers: admission/t5_bias.py, admission/agreement.py
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from transformers.models.t5 import modeling_t5
 
 import streambp
-from tests.admission.test_biased import MAKE, batch_of, gradients
+from tests.admission.test_biased import MODEL_BUILDERS, batch_of, gradients
 from tests.oracle import relative_l2
 from tests.seeds import seed_torch
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(
 def half_precision_ratio(name, autocast, seed):
     """Our error over the unpatched model's, both against float64; all layers stream."""
     seed_torch(seed)
-    stock = MAKE[name]().train()
+    stock = MODEL_BUILDERS[name]().train()
     for parameter in stock.parameters():  # weights that fit in bfloat16
         parameter.data = parameter.data.bfloat16().float()
     batch = batch_of(19, "right")
@@ -54,7 +54,7 @@ def test_flipped_relus_are_rounding(autocast):
 
 @pytest.mark.full
 @pytest.mark.parametrize("autocast", [True, False], ids=["autocast", "bfloat16"])
-@pytest.mark.parametrize("name", list(MAKE))
+@pytest.mark.parametrize("name", list(MODEL_BUILDERS))
 def test_the_error_is_the_unpatched_models(name, autocast):
     ratios = [half_precision_ratio(name, autocast, seed) for seed in range(16)]
     print(f"{name}: {statistics.mean(ratios):.3f} +- {statistics.stdev(ratios) / 4:.3f}")

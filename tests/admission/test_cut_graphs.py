@@ -13,10 +13,10 @@ import torch
 
 import streambp
 from streambp.admission import own_run, probe, trials
-from streambp.admission.own_run import CUTS, UnpatchedRun
-from streambp.admission.probe import GRAPHS
+from streambp.admission.own_run import REASON_NO_GRADIENT, UnpatchedRun
+from streambp.admission.probe import REASON_PARTIAL_GRAPH
 from tests.families import LENGTH, build, make_batch
-from tests.oracle import EXACT, gradients, worst_error
+from tests.oracle import MAX_FLOAT64_ERROR, gradients, worst_error
 from tests.tiers import thinned
 
 
@@ -44,12 +44,12 @@ def detached_input(real, x, run):
 
 def long_alone(real, x, run):
     """A graph for sequences that are longer than a trial's chunks."""
-    with torch.set_grad_enabled(torch.is_grad_enabled() and x.shape[1] > probe.CHUNK):
+    with torch.set_grad_enabled(torch.is_grad_enabled() and x.shape[1] > probe.TRIAL_CHUNK_SIZE):
         return run(x)
 
 
 def short_alone(real, x, run):
-    with torch.set_grad_enabled(torch.is_grad_enabled() and x.shape[1] <= probe.CHUNK):
+    with torch.set_grad_enabled(torch.is_grad_enabled() and x.shape[1] <= probe.TRIAL_CHUNK_SIZE):
         return run(x)
 
 
@@ -106,24 +106,24 @@ def compared(module_name, change, chunk_size=5):
         loss, expected = gradients(plain, **batch)
         found_loss, grads = gradients(model, **batch)
         torch.testing.assert_close(found_loss, loss, rtol=1e-12, atol=0.0)
-        assert worst_error(grads, expected) <= EXACT
+        assert worst_error(grads, expected) <= MAX_FLOAT64_ERROR
     return streambp.describe(model).layers[1]
 
 
-FAILS = "its forward does not work on chunks (ValueError: the kernel takes 23 tokens)"
+REASON_CHUNKS_FAIL = "its forward does not work on chunks (ValueError: the kernel takes 23 tokens)"
 CASES = [  # where, what, and why the layer runs whole; None: it streams
-    ("", without_graph, CUTS),
-    ("", detached, CUTS),
-    ("", detached_input, CUTS),
-    ("", long_alone, GRAPHS),
-    ("", short_alone, CUTS),
-    ("", inference, CUTS),
-    ("", raising, FAILS),
+    ("", without_graph, REASON_NO_GRADIENT),
+    ("", detached, REASON_NO_GRADIENT),
+    ("", detached_input, REASON_NO_GRADIENT),
+    ("", long_alone, REASON_PARTIAL_GRAPH),
+    ("", short_alone, REASON_NO_GRADIENT),
+    ("", inference, REASON_NO_GRADIENT),
+    ("", raising, REASON_CHUNKS_FAIL),
     ("mlp", without_graph, None),
-    ("mlp", raising, FAILS),
+    ("mlp", raising, REASON_CHUNKS_FAIL),
     ("self_attn", detached, None),
     ("self_attn", inference, None),
-    ("self_attn", raising, FAILS),
+    ("self_attn", raising, REASON_CHUNKS_FAIL),
 ]
 
 
@@ -145,7 +145,7 @@ def test_an_evaluation_says_nothing_of_gradients(float64_oracle):
     assert streambp.describe(model).layers[1].path == "streams"
     _, grads = gradients(model.train(), **make_batch("plain"))
     plain = changed_model(build("qwen3", dtype=torch.float64), "", without_graph)
-    assert worst_error(grads, gradients(plain, **make_batch("plain"))[1]) <= EXACT
+    assert worst_error(grads, gradients(plain, **make_batch("plain"))[1]) <= MAX_FLOAT64_ERROR
 
 
 def fails_outside(self, call, x, upstream, shadows, real=UnpatchedRun.__init__):
@@ -157,9 +157,9 @@ def fails_outside(self, call, x, upstream, shadows, real=UnpatchedRun.__init__):
 
 
 MUTANTS = {
-    "input": (UnpatchedRun, "why_whole", lambda self: None, ("", detached, CUTS)),
-    "lengths": (probe, "GRAPHS", None, ("", long_alone, GRAPHS)),
-    "backward": (UnpatchedRun, "__init__", fails_outside, ("", raising, FAILS)),
+    "input": (UnpatchedRun, "why_whole", lambda self: None, ("", detached, REASON_NO_GRADIENT)),
+    "lengths": (probe, "REASON_PARTIAL_GRAPH", None, ("", long_alone, REASON_PARTIAL_GRAPH)),
+    "backward": (UnpatchedRun, "__init__", fails_outside, ("", raising, REASON_CHUNKS_FAIL)),
     "inference": (
         trials,
         "_counts_no_writes",

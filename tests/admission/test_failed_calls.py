@@ -14,10 +14,10 @@ import torch
 
 import streambp
 from streambp.admission import probe
-from streambp.admission.kept_values import KEEPS_VALUES
+from streambp.admission.kept_values import REASON_STORED_VALUES
 from streambp.layer.layer_state import DOUBTS_BEFORE_DECISION, LayerTests, TrialResult
 from tests.families import build, make_batch
-from tests.oracle import EXACT, gradients, worst_error
+from tests.oracle import MAX_FLOAT64_ERROR, gradients, worst_error
 from tests.tiers import thinned
 
 CONFIG = streambp.StreamConfig(chunk_size=5, saves=())
@@ -76,11 +76,11 @@ def streams_exactly(model, counts=False):
     expected = gradients(build("llama", torch.float64), **batch)[1]
     for _ in range(2):
         grads = gradients(model, **batch)[1]
-    assert worst_error(grads, expected) <= EXACT
+    assert worst_error(grads, expected) <= MAX_FLOAT64_ERROR
     first, second = streambp.describe(model).layers
     assert second.path == "streams"
     assert first.path == ("checkpoints" if counts else "streams")
-    assert not counts or first.reason.startswith(KEEPS_VALUES)
+    assert not counts or first.reason.startswith(REASON_STORED_VALUES)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_an_empty_batch(family, trains, float64_oracle):
                 model(**batch, use_cache=False)
     model.train()
     expected = gradients(build(family, torch.float64), **make_batch("plain"))[1]
-    assert worst_error(gradients(model, **make_batch("plain"))[1], expected) <= EXACT
+    assert worst_error(gradients(model, **make_batch("plain"))[1], expected) <= MAX_FLOAT64_ERROR
     assert {layer.path for layer in streambp.describe(model).layers} == {"streams"}
 
 
@@ -129,7 +129,7 @@ def test_embeddings_of_another_dtype(float64_oracle):
         with pytest.raises(Exception, match="dtype"):
             model(inputs_embeds=wrong, labels=batch["labels"], use_cache=False)
     expected = gradients(build(family, torch.float64), **batch)[1]
-    assert worst_error(gradients(model, **batch)[1], expected) <= EXACT
+    assert worst_error(gradients(model, **batch)[1], expected) <= MAX_FLOAT64_ERROR
     assert {layer.path for layer in streambp.describe(model).layers} == {"streams"}
 
 
@@ -164,18 +164,18 @@ def test_what_never_runs_in_chunks_is_known_after_some_calls(float64_oracle, mon
 @pytest.mark.parametrize("mutant", ["at once", "never forgotten", "empty batches are tried"])
 def test_mutants_turn_these_red(mutant, monkeypatch, float64_oracle):
     if mutant == "at once":
-        monkeypatch.setattr(TrialResult, "doubt", TrialResult.set_result)
+        monkeypatch.setattr(TrialResult, "add_doubt", TrialResult.set_result)
         tests = [lambda: test_a_module_that_raises_once(fails_at, 2, True, None)]
         tests += [lambda: test_a_module_that_raises_once(fails_at, 5, True, None)]
     elif mutant == "never forgotten":
         monkeypatch.setattr(LayerTests, "forget", lambda *_: None)
-        monkeypatch.setattr(probe, "runs_unpatched", lambda *_: True)
+        monkeypatch.setattr(probe, "can_run_unpatched", lambda *_: True)
         tests = [lambda: test_embeddings_of_another_dtype(None)]
     else:
         monkeypatch.setattr(torch.Tensor, "numel", lambda x: max(1, x.nelement()))
-        monkeypatch.setattr(TrialResult, "doubt", TrialResult.set_result)
+        monkeypatch.setattr(TrialResult, "add_doubt", TrialResult.set_result)
         monkeypatch.setattr(LayerTests, "forget", lambda *_: None)
-        monkeypatch.setattr(probe, "runs_unpatched", lambda *_: True)
+        monkeypatch.setattr(probe, "can_run_unpatched", lambda *_: True)
         tests = [lambda: test_an_empty_batch("llama", True, None)]
     red = 0
     for test in tests:

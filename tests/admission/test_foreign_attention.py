@@ -161,7 +161,7 @@ def test_is_refused_by_name(case, order):
         change(model)
         with pytest.raises(UnsupportedModelError, match=message):
             streambp.patch(model, CONFIG)
-        assert not streambp.model.installed.is_patched(model)
+        assert not streambp.model.installed_patch.is_patched(model)
         return
     streambp.patch(model, CONFIG)
     if order == "after a step":
@@ -201,15 +201,15 @@ def failing(module, query, key, value, attention_mask, scaling, dropout=0.0, **k
     raise ValueError("wants more tokens")
 
 
-OTHER = (
+OTHER_FUNCTIONS = (
     "LlamaDecoderLayer .*LlamaAttention with attn_implementation='eager'.* computes other values "
     "unpatched"
 )
 
 
 @pytest.mark.parametrize(("function", "message"), [
-    (eager, OTHER),
-    (without_gradient, OTHER),
+    (eager, OTHER_FUNCTIONS),
+    (without_gradient, OTHER_FUNCTIONS),
     (failing, r"fails to compute them unpatched \(ValueError: wants more tokens\)"),
 ])  # fmt: skip
 def test_is_refused_by_what_it_computes(function, message):
@@ -250,7 +250,7 @@ def test_torchs_attention_replaced_between_steps(monkeypatch, differs):
 
 
 def test_mutant_torchs_attention_is_not_asked_for_again(monkeypatch):
-    monkeypatch.setattr(entry, "replaced_attention", lambda: None)
+    monkeypatch.setattr(entry, "attention_key", lambda: None)
     with pytest.raises(pytest.fail.Exception):
         test_torchs_attention_replaced_between_steps(monkeypatch, True)
 
@@ -264,7 +264,7 @@ def test_mutant_the_layer_is_compared_with_itself(monkeypatch):
     streambp.patch(model, CONFIG)
     assert worst_error(gradients(model, **make_batch("plain"))[1], expected) > 0.1
     with pytest.raises(pytest.fail.Exception):
-        test_is_refused_by_what_it_computes(eager, OTHER)
+        test_is_refused_by_what_it_computes(eager, OTHER_FUNCTIONS)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -28,33 +28,33 @@ LENGTH = 150
 # trials of sharing run layers as well
 CONFIG = streambp.StreamConfig(chunk_size=32, rows="as_given")
 CONFIG_AS_GIVEN = streambp.StreamConfig(chunk_size=7, documents="as_given", rows="as_given")
-EXACT = pytest.mark.usefixtures("float64_oracle")
-STEER = torch.linspace(-1, 1, 32, dtype=torch.float64)
-KEPT = torch.cat(
+FLOAT64_ORACLE = pytest.mark.usefixtures("float64_oracle")
+STEERING_VECTOR = torch.linspace(-1, 1, 32, dtype=torch.float64)
+ORIGINAL_CAT = torch.cat(
     (torch.ones(40), (torch.arange(400) % 3 > 0).float())
 ).double()  # of all positions, the first alike
 
 
 def adds_in_place(module, args, out):
-    out[:, 100:120] += STEER
+    out[:, 100:120] += STEERING_VECTOR
 
 
 def adds(module, args, out):
     steered = torch.zeros_like(out)
-    steered[:, 100:120] = STEER
+    steered[:, 100:120] = STEERING_VECTOR
     return out + steered
 
 
 def adds_if_long(module, args, out):
     if out.shape[1] > 110:
         out = out.clone()
-        out[:, 110] += STEER
+        out[:, 110] += STEERING_VECTOR
         return out
     return None
 
 
 def masks(module, args, out):
-    return out * KEPT[: out.shape[1], None]
+    return out * ORIGINAL_CAT[: out.shape[1], None]
 
 
 def shifted(x):
@@ -89,7 +89,7 @@ def by_own_forward(layer):
     layer.forward = lambda x, **kwargs: real_forward(shifted(x), **kwargs)
 
 
-WAYS = {
+FOREIGN_MODULES = {
     "in place": by_hook(adds_in_place),
     "given back": by_hook(adds),
     "if it is long": by_hook(adds_if_long),
@@ -112,19 +112,19 @@ def paths(model):
 
 
 @pytest.mark.fast(3)
-@EXACT
+@FLOAT64_ORACLE
 # Frozen layers are tried by their outputs alone: one hook and one forward show it.
 @pytest.mark.parametrize(
     ("way", "frozen"),
     thinned(
-        itertools.product(WAYS, [False, True]),
+        itertools.product(FOREIGN_MODULES, [False, True]),
         lambda way, frozen: not frozen or way in ("in place", "the layer's own forward"),
     ),
 )
 def test_absolute_positions_run_whole(way, frozen):
     """12 random tokens show nothing of it."""
     batch = make_batch("left-padded", length=LENGTH)
-    models = [changed_model(WAYS[way]) for _ in range(2)]
+    models = [changed_model(FOREIGN_MODULES[way]) for _ in range(2)]
     for model in models:
         model.model.layers.requires_grad_(not frozen)
     expected = gradients(models[0], **batch)[1]
@@ -141,7 +141,7 @@ def test_absolute_positions_run_whole(way, frozen):
         )
 
 
-@EXACT
+@FLOAT64_ORACLE
 def test_mutant_without_a_long_trial(monkeypatch):
     monkeypatch.setattr(probe, "why_not_at_length", lambda call: None)
     with pytest.raises(AssertionError):
@@ -159,12 +159,12 @@ def trials(monkeypatch):
     return lengths
 
 
-@EXACT
+@FLOAT64_ORACLE
 def test_a_longer_call_is_tried_again(trials):
     """Positions from 100 on are out of sight until then; shorter calls need no trial."""
     stock, ours = (
-        changed_model(WAYS["given back"]),
-        streambp.patch(changed_model(WAYS["given back"]), CONFIG),
+        changed_model(FOREIGN_MODULES["given back"]),
+        streambp.patch(changed_model(FOREIGN_MODULES["given back"]), CONFIG),
     )
     for length, expected_paths in (
         (70, "streams"),
@@ -190,7 +190,7 @@ class Gated(torch.nn.Module):
         return self.inner(x * self.gate) * torch.sigmoid(x)
 
 
-@EXACT
+@FLOAT64_ORACLE
 @pytest.mark.parametrize(
     ("family", "mode"),
     thinned(
@@ -237,7 +237,7 @@ def test_rounding_is_no_difference(family, dtype):
     assert set(paths(model)) == {"streams"}
 
 
-@EXACT
+@FLOAT64_ORACLE
 @pytest.mark.parametrize("kind", ["collects", "collects if it is told to", "logs"])
 def test_who_only_looks_on_needs_no_trial(kind, trials):
     """Numbers out of sight it sees once for each chunk; tensors make the layer run whole."""
@@ -266,7 +266,7 @@ def test_who_only_looks_on_needs_no_trial(kind, trials):
 
 def test_memory_that_does_not_suffice(monkeypatch):
     """Fewer tokens are tried then, and `describe` says how many."""
-    real = long_trial._is_alike
+    real = long_trial._chunks_agree
     chunk_counts = []
 
     def scarce(call, chunks):
@@ -275,7 +275,7 @@ def test_memory_that_does_not_suffice(monkeypatch):
             raise torch.OutOfMemoryError("CUDA out of memory")
         return real(call, chunks)
 
-    monkeypatch.setattr(long_trial, "_is_alike", scarce)
+    monkeypatch.setattr(long_trial, "_chunks_agree", scarce)
     ours = streambp.patch(
         changed_model(lambda layer: setattr(layer, "mlp", Gated(layer.mlp))), CONFIG
     )
@@ -341,19 +341,19 @@ def check_backward_hook(hook, changes_gradients):
     assert ("changes gradients inside it" in str(streambp.describe(model))) is changes_gradients
 
 
-@EXACT
+@FLOAT64_ORACLE
 @pytest.mark.parametrize("hook", [edits, edits_if_long])
 def test_hooks_that_change_gradients_make_the_layer_run_whole(hook):
     """No run of a few tokens tells by which places they go."""
     check_backward_hook(hook, changes_gradients=True)
 
 
-@EXACT
+@FLOAT64_ORACLE
 def test_backward_hooks_that_look_on_stream():
     check_backward_hook(counts, changes_gradients=False)
 
 
-@EXACT
+@FLOAT64_ORACLE
 def test_mutant_backward_hooks_are_not_watched(monkeypatch):
     monkeypatch.setattr(probe, "BACKWARD_HOOKS", ())
     with pytest.raises(AssertionError):
@@ -371,7 +371,7 @@ def in_a_checkpoint(model):
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-@EXACT
+@FLOAT64_ORACLE
 def test_a_checkpoint_around_the_model_sees_no_trial(monkeypatch):
     """A trial's graph saves tensors that the checkpoint's recomputation does not meet again."""
     stock = changed_model(by_hook(doubles))

@@ -23,7 +23,7 @@ from tests.admission.test_kept_values import STEPS, check, evaluate, paths, trai
 from tests.tiers import thinned
 
 pytestmark = pytest.mark.usefixtures("float64_oracle")
-Memory = memory.Memory
+Memory = memory.ReachableValues
 
 
 def norm(out):
@@ -111,7 +111,7 @@ def chain_of_dicts(layer):
     return lambda: store["norm"]
 
 
-WAYS = {
+STORE_FUNCTIONS = {
     way.__name__: way
     for way in (
         number_of_numpy, count_of_numpy, attribute_of_the_config, attribute_of_a_weight,
@@ -125,12 +125,12 @@ WAYS = {
 @pytest.mark.parametrize(
     ("way", "steps", "when"),
     thinned(
-        itertools.product(WAYS, STEPS, ["before", "after"]),
+        itertools.product(STORE_FUNCTIONS, STEPS, ["before", "after"]),
         lambda way, steps, when: (steps, when) in (("train", "before"), ("evaluate", "after")),
     ),
 )
 def test_what_is_kept_is_what_the_unpatched_model_keeps(way, steps, when):
-    model = check(WAYS[way], STEPS[steps], when)
+    model = check(STORE_FUNCTIONS[way], STEPS[steps], when)
     assert paths(model)[1] == "checkpoints"
 
 
@@ -153,9 +153,11 @@ MUTANTS = {
     "count_of_numpy": without_numpy,
     "attribute_of_the_config": without_configs,
     "attribute_of_a_weight": lambda m: m.setattr(Memory, "_visit_parameter", lambda *_: None),
-    "attribute_of_the_weight_in_use": lambda m: m.setattr(kept_values, "stored_on", lambda _: {}),
-    "numbers_in_a_queue": lambda m: m.setattr(memory, "HOLDS", frozenset()),
-    "chain_of_dicts": lambda m: m.setattr(memory, "HOLDS", frozenset()),
+    "attribute_of_the_weight_in_use": lambda m: m.setattr(
+        kept_values, "stored_attributes", lambda _: {}
+    ),
+    "numbers_in_a_queue": lambda m: m.setattr(memory, "HOLDER_TYPE_NAMES", frozenset()),
+    "chain_of_dicts": lambda m: m.setattr(memory, "HOLDER_TYPE_NAMES", frozenset()),
     "numbers_in_an_array": lambda m: m.setattr(Memory, "_visit_array", lambda *_: None),
     "number_of_c": lambda m: m.setattr(Memory, "_visit_memory", lambda *_: None),
     "number_in_memory": lambda m: m.setattr(Memory, "_visit_memory", lambda *_: None),
@@ -167,7 +169,7 @@ MUTANTS = {
 def test_mutants_turn_these_red(way, monkeypatch):
     MUTANTS[way](monkeypatch)
     with pytest.raises((AssertionError, KeyError, AttributeError)):
-        check(WAYS[way], (train,))
+        check(STORE_FUNCTIONS[way], (train,))
 
 
 # What depends on the order of chunks, and what is kept in some calls alone.
@@ -208,16 +210,16 @@ def every_second_call(layer):
     return read
 
 
-LATER = {
+LATER_STORES = {
     way.__name__: way
     for way in (last_token, norm_of_the_last_token, largest_norm, every_second_call)
 }
-THREE = (train, train, train)
+THREE_STEPS = (train, train, train)
 
 
-@pytest.mark.parametrize("way", LATER)
+@pytest.mark.parametrize("way", LATER_STORES)
 def test_later_steps_keep_what_the_unpatched_model_keeps(way):
-    model = check(LATER[way], THREE)
+    model = check(LATER_STORES[way], THREE_STEPS)
     assert paths(model)[1] == "checkpoints"
 
 
@@ -245,7 +247,7 @@ def no_kind_remembers(monkeypatch):
 def test_mutants_of_later_steps_turn_these_red(way, mutant, monkeypatch):
     mutant(monkeypatch)
     with pytest.raises(AssertionError):
-        check(LATER[way], THREE)
+        check(LATER_STORES[way], THREE_STEPS)
 
 
 # What a chunk has by chance.
@@ -278,6 +280,6 @@ def test_a_maximum_in_the_chunk_that_runs_last(step, loudest, monkeypatch):
 
 @pytest.mark.parametrize(("step", "loudest"), [(train, 0), (evaluate, -1)])
 def test_the_mutant_that_leaves_tokens_in_their_order(step, loudest, monkeypatch):
-    monkeypatch.setattr(kept_values, "ROLLS", (0,))
+    monkeypatch.setattr(kept_values, "TOKEN_ROLLS", (0,))
     with pytest.raises(AssertionError):
         test_a_maximum_in_the_chunk_that_runs_last(step, loudest, monkeypatch)

@@ -15,7 +15,7 @@ from torch import nn
 
 import streambp
 from streambp.admission import snapshot
-from streambp.admission.snapshot import Restored, Snapshot
+from streambp.admission.snapshot import Snapshot, StateRestorer
 from streambp.errors import BackwardError, StreamBPError
 from streambp.fingerprint import memory
 from streambp.fingerprint.holders import Holder
@@ -31,7 +31,7 @@ from tests.admission.test_trials_leave_nothing import (
     size_of,
 )
 from tests.families import make_batch
-from tests.oracle import EXACT, worst_error
+from tests.oracle import MAX_FLOAT64_ERROR, worst_error
 
 pytestmark = pytest.mark.usefixtures("float64_everywhere")
 
@@ -159,7 +159,7 @@ def check(way, situation):
     change, calls = functools.partial(around_mlp, kind=FIRST[way]), SITUATIONS[situation]
     expected = results(make_model(change), calls)
     ours = streambp.patch(make_model(change), CONFIG)
-    assert worst_error(results(ours, calls), expected) <= EXACT
+    assert worst_error(results(ours, calls), expected) <= MAX_FLOAT64_ERROR
     return {layer.path for layer in streambp.describe(ours).layers}
 
 
@@ -173,7 +173,7 @@ def test_a_value_of_the_first_batch(way, situation):
 
 def few_are_copied(monkeypatch):
     """Make matrices of parameters large, so that they are copied before a write."""
-    monkeypatch.setattr(snapshot, "VECTOR", 4)
+    monkeypatch.setattr(snapshot, "MAX_COPIED_MATRIX", 4)
 
 
 @pytest.mark.full
@@ -331,22 +331,22 @@ def vectors_alone(monkeypatch):
 
 def not_put_back(monkeypatch):
     few_are_copied(monkeypatch)
-    monkeypatch.setattr(Restored, "_put_back", lambda _: None)
+    monkeypatch.setattr(StateRestorer, "_put_back", lambda _: None)
 
 
 def not_told(monkeypatch):
     """Put large parameters back, and name none that the first call sets."""
     few_are_copied(monkeypatch)
-    monkeypatch.setattr(Restored, "_changes", lambda self: self._snapshot.changes())
+    monkeypatch.setattr(StateRestorer, "_changes", lambda self: self._snapshot.changes())
 
 
 def random_zeros_alone(monkeypatch):
     """Run no layer with its own zeros."""
-    monkeypatch.setattr(Restored, "has_foreign_code", False)
+    monkeypatch.setattr(StateRestorer, "has_foreign_code", False)
 
 
 def unseen_parameters(monkeypatch):
-    monkeypatch.setattr(memory.Memory, "_visit_parameter", lambda *_: None)
+    monkeypatch.setattr(memory.ReachableValues, "_visit_parameter", lambda *_: None)
 
 
 def records_of_recomputation(monkeypatch):

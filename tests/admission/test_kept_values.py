@@ -38,7 +38,7 @@ from tests.tiers import thinned
 pytestmark = pytest.mark.usefixtures("float64_oracle")
 LENGTH = 31
 CONFIG = streambp.StreamConfig(chunk_size=5)
-KEPT: dict = {}
+STORED_VALUES: dict = {}
 SETTINGS = types.SimpleNamespace(deep={"recorder": types.SimpleNamespace(on=True)})
 
 
@@ -132,10 +132,10 @@ def global_dict(layer):
     name = f"kept of {id(layer)}"
 
     def hook(module, args, out):
-        KEPT[name] = copy_of(out)
+        STORED_VALUES[name] = copy_of(out)
 
     layer.mlp.register_forward_hook(hook)
-    return lambda: KEPT[name]
+    return lambda: STORED_VALUES[name]
 
 
 class Recorder:
@@ -359,7 +359,7 @@ def all_modules(layer):
             store["out"] = copy_of(out)
 
     handle = nn.modules.module.register_module_forward_hook(hook)
-    REMOVED.append(handle)
+    REMOVED_VALUES.append(handle)
     return lambda: store["out"]
 
 
@@ -374,12 +374,12 @@ def forward_of_a_class(layer):
         mlp_class.forward = real_forward
 
     mlp_class.forward = forward
-    REMOVED.append(types.SimpleNamespace(remove=put_back))
+    REMOVED_VALUES.append(types.SimpleNamespace(remove=put_back))
     return lambda: store[id(layer.mlp)]
 
 
-REMOVED: list = []
-WAYS = {
+REMOVED_VALUES: list = []
+STORE_FUNCTIONS = {
     way.__name__: way
     for way in (
         attribute, attribute_of_a_module_inside, cell, entry_of_a_dict, end_of_a_list, deque_of_the_last, set_of_numbers,
@@ -390,15 +390,15 @@ WAYS = {
     )
 }  # fmt: skip
 # each token is seen once, or nothing is kept
-WITHOUT_A_GRAPH = ("sum_of_all", "gradient", "gradient_of_a_tensor")
+GRAPHLESS_STORES = ("sum_of_all", "gradient", "gradient_of_a_tensor")
 
 
 @pytest.fixture(autouse=True)
 def _removed():
     yield
-    while REMOVED:
-        REMOVED.pop().remove()
-    KEPT.clear()
+    while REMOVED_VALUES:
+        REMOVED_VALUES.pop().remove()
+    STORED_VALUES.clear()
     Recorder.shared.clear()
 
 
@@ -460,8 +460,8 @@ def check(way, steps, when="before"):
         for number, step in enumerate(steps):
             gradients = step(model, number)
             results[index].append((gradients, copy.deepcopy(readers[-1]())))
-        while REMOVED:
-            REMOVED.pop().remove()
+        while REMOVED_VALUES:
+            REMOVED_VALUES.pop().remove()
     for (expected, expected_values), (gradients, ours) in zip(*results, strict=True):
         assert worst_error(gradients, expected) <= 1e-10
         assert_same(expected_values, ours)
@@ -472,15 +472,15 @@ def check(way, steps, when="before"):
 @pytest.mark.parametrize(
     ("way", "steps", "when"),
     thinned(
-        itertools.product(WAYS, STEPS, ["before", "after", "later"]),
+        itertools.product(STORE_FUNCTIONS, STEPS, ["before", "after", "later"]),
         lambda way, steps, when: (
             (steps, when) in (("train", "before"), ("both", "later"), ("evaluate", "after"))
         ),
     ),
 )
 def test_what_is_kept_is_what_the_unpatched_model_keeps(way, steps, when):
-    model = check(WAYS[way], STEPS[steps], when)
-    streams = steps == "evaluate" and way in WITHOUT_A_GRAPH
+    model = check(STORE_FUNCTIONS[way], STEPS[steps], when)
+    streams = steps == "evaluate" and way in GRAPHLESS_STORES
     # it stands around ours, and sees the whole
     streams |= way == "forward_of_the_layer" and when != "before"
     assert paths(model)[1] == ("streams" if streams else "checkpoints")
@@ -624,7 +624,7 @@ def test_a_recorder_that_is_switched_on_later(way, step):
         assert worst_error(gradients, expected) <= 1e-10
         assert_same(expected_values, ours)
     assert paths(models[1]) == ["streams", "checkpoints"]
-    assert kept_values.KEEPS_VALUES in streambp.describe(models[1]).layers[1].reason
+    assert kept_values.REASON_STORED_VALUES in streambp.describe(models[1]).layers[1].reason
 
 
 # Routes that are recorded in one call and replayed in others.
@@ -657,7 +657,7 @@ def replayed_by_row(store, index, top):
     return torch.cat(rows) if sum(map(len, rows)) == len(top) else top
 
 
-STORES = {
+MODULE_STORES = {
     "tensor": (recorded_whole, replayed_whole),
     "array": (recorded_as_array, replayed_from_array),
     "rows": (recorded_by_row, replayed_by_row),
@@ -667,7 +667,7 @@ STORES = {
 def replaying(model, store, signal):
     """Puts a forward on each router. told: "mode" has the mode in a string, "grad" replays where
     there are gradients, "flag" where an attribute of the model's config says so."""
-    record, replay = STORES[store]
+    record, replay = MODULE_STORES[store]
     state = {"mode": "off", "kept": {}}
 
     def router(gate, index):
@@ -721,7 +721,7 @@ def check_replay(store, signal, when):
 @pytest.mark.parametrize(
     ("store", "signal", "when"),
     thinned(
-        itertools.product(STORES, ["mode", "grad"], ["before", "after", "later"]),
+        itertools.product(MODULE_STORES, ["mode", "grad"], ["before", "after", "later"]),
         lambda store, signal, when: store == "tensor" or (signal, when) == ("mode", "before"),
     ),
 )
@@ -807,8 +807,8 @@ def test_sums_over_tokens_stream():
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])
 def test_without_code_of_others_nothing_is_looked_at(family, monkeypatch):
     looked = []
-    monkeypatch.setattr(kept_values, "Memory", looked.append)
-    monkeypatch.setattr(kept_values, "undone", looked.append)
+    monkeypatch.setattr(kept_values, "ReachableValues", looked.append)
+    monkeypatch.setattr(kept_values, "undo_changes", looked.append)
     model = streambp.patch(build(family, torch.float64), CONFIG)
     for step in (train, evaluate, train):
         step(model)
@@ -862,33 +862,37 @@ def tokens_of_the_call(monkeypatch):
 
 
 def kinds_are_not_told(monkeypatch):
-    monkeypatch.setattr(entry, "tell", lambda layer_state, snapshot, kind, hidden_states: kind)
     monkeypatch.setattr(
-        kept_values, "tell", lambda layer_state, snapshot, kind, hidden_states: kind
+        entry, "extend_kind", lambda layer_state, snapshot, kind, hidden_states: kind
+    )
+    monkeypatch.setattr(
+        kept_values, "extend_kind", lambda layer_state, snapshot, kind, hidden_states: kind
     )
 
 
 def nothing_is_out_of_sight(monkeypatch):
-    monkeypatch.setattr(memory.Writes, "kept_elsewhere", lambda self, memory_after: "")
+    monkeypatch.setattr(memory.InPlaceWrites, "shapes_outside", lambda self, memory_after: "")
 
 
 def recomputations_leave_something(monkeypatch):
     monkeypatch.setattr(
-        kept_values, "recomputed", lambda layer_state, snapshot: contextlib.nullcontext()
+        kept_values, "recomputation_context", lambda layer_state, snapshot: contextlib.nullcontext()
     )
 
 
 def trials_leave_something(monkeypatch):
-    monkeypatch.setattr(entry, "leaving_nothing", lambda call: contextlib.nullcontext())
-    monkeypatch.setattr(kept_values, "undone", not_undone)
+    monkeypatch.setattr(entry, "restore_stored_values", lambda call: contextlib.nullcontext())
+    monkeypatch.setattr(kept_values, "undo_changes", not_undone)
     untouched = types.SimpleNamespace(rewind=lambda: None)
-    monkeypatch.setattr(kept_values, "on_trial", lambda call: contextlib.nullcontext(untouched))
+    monkeypatch.setattr(
+        kept_values, "trial_context", lambda call: contextlib.nullcontext(untouched)
+    )
 
 
 @contextlib.contextmanager
 def not_undone(roots):
-    memory_before = memory.Memory(roots)
-    with memory.Writes(memory_before) as writes:
+    memory_before = memory.ReachableValues(roots)
+    with memory.InPlaceWrites(memory_before) as writes:
         yield memory_before, writes
 
 
@@ -896,11 +900,11 @@ def shapes_alone(monkeypatch):
     def alike(first, second, tolerance):
         return getattr(first, "shape", None) == getattr(second, "shape", None)
 
-    monkeypatch.setattr(kept_values, "_alike", alike)
+    monkeypatch.setattr(kept_values, "_values_agree", alike)
 
 
 def chunks_are_not_watched(monkeypatch):
-    forward = dataclasses.replace(entry.IN_CHUNKS, forward=function.run_forward)
+    forward = dataclasses.replace(entry.CHUNK_STRATEGY, forward=function.run_forward)
     monkeypatch.setattr(
         wrappers, "stream_layer", functools.partial(entry.stream_layer, strategy=forward)
     )

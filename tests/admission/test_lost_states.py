@@ -16,13 +16,13 @@ from streambp.admission import entry, stacks
 from streambp.admission.stacks import find_stacks
 from streambp.planner.count import StepCount
 from streambp.planner.skeleton import Skeleton
-from streambp.recurrent.states import Key, StateCache
+from streambp.recurrent.states import StateCache, StateKey
 from tests import zoo
 from tests.families import make_batch
 from tests.oracle import gradients, relative_l2
 from tests.tiers import thinned
 
-MIXES = "it mixes tokens outside of its attention"
+REASON_MIXES_TOKENS = "it mixes tokens outside of its attention"
 # What their mixers are: convolutions alone, Mamba 1 and 2, a delta rule, Mamba 2 and attention in
 # one layer.
 HYBRIDS = (
@@ -79,11 +79,11 @@ def of_a_count(name, monkeypatch):
 
 
 # One of each mixer: Mamba 2, Mamba 1, a delta rule, a recurrence, a convolution.
-ALIKE = ("falcon_h1", "jamba", "qwen3_next", "recurrent_gemma", "lfm2")
+SIMILAR_FAMILIES = ("falcon_h1", "jamba", "qwen3_next", "recurrent_gemma", "lfm2")
 
 
 @pytest.mark.fast("lfm2")
-@pytest.mark.parametrize("name", thinned(HYBRIDS, lambda name: name in ALIKE))
+@pytest.mark.parametrize("name", thinned(HYBRIDS, lambda name: name in SIMILAR_FAMILIES))
 def test_layers_stream_alike_in_half_precision_in_float64_and_in_counts(name, monkeypatch):
     by_half = of_a_step(name, monkeypatch)
     assert by_half == of_a_step(name, monkeypatch, torch.float64)
@@ -110,7 +110,7 @@ def test_whole_layers_are_as_near_as_the_unpatched_model(name):
 def lost(self, conv_states, layer_idx, state_idx=0, real=StateCache.update_conv_state, **kwargs):
     """As if the convolution started from nothing in every chunk."""
     joined = real(self, conv_states, layer_idx, state_idx, **kwargs)
-    if Key("conv", layer_idx, state_idx) not in self.start_states:
+    if StateKey("conv", layer_idx, state_idx) not in self.start_states:
         return joined
     width = joined.shape[-1] - conv_states.shape[-1]
     return torch.cat((torch.zeros_like(joined[..., :width]), conv_states), -1)
@@ -119,7 +119,7 @@ def lost(self, conv_states, layer_idx, state_idx=0, real=StateCache.update_conv_
 def is_whole(model, batch):
     gradients(model, **batch)
     layer = streambp.describe(model).layers[0]
-    return layer.path == "checkpoints" and layer.reason.startswith(MIXES)
+    return layer.path == "checkpoints" and layer.reason.startswith(REASON_MIXES_TOKENS)
 
 
 def test_a_state_that_is_not_read(monkeypatch):
@@ -141,4 +141,7 @@ def test_an_unread_state_in_inference_mode(monkeypatch):
     with torch.inference_mode():
         ours(**make_batch("plain"), use_cache=False)
     layer = streambp.describe(ours).layers[0]
-    assert (layer.path, layer.reason[: len(MIXES)]) == ("checkpoints", MIXES)
+    assert (layer.path, layer.reason[: len(REASON_MIXES_TOKENS)]) == (
+        "checkpoints",
+        REASON_MIXES_TOKENS,
+    )

@@ -16,7 +16,7 @@ import streambp
 from streambp.admission import trials
 from streambp.admission.own_run import StreamingMismatchError
 from streambp.errors import BackwardError, UnsupportedModelError
-from streambp.layer.layer_state import Overwritten
+from streambp.layer.layer_state import OverwrittenTensors
 from streambp.offload import manager_of
 from streambp.sharded import call as sharded_call
 from streambp.source import undecorate
@@ -25,14 +25,14 @@ from tests.distributed.one_rank import split_over_one_rank, with_shifted_labels
 from tests.families import build, make_batch, mix_neighbours
 from tests.offload.test_auto import Injected
 from tests.opaque_kernels import install
-from tests.oracle import EXACT, gradients, relative_l2, worst_error
+from tests.oracle import MAX_FLOAT64_ERROR, gradients, relative_l2, worst_error
 from tests.versions import needs_states
 
 HYBRID = "qwen3_next"
 LIGER = ("norm", "rotation", "gate")
-ALONE = (("norm",), ("rotation",), ("gate",))
+SINGLE_KERNELS = (("norm",), ("rotation",), ("gate",))
 DENSE = (
-    *ALONE,
+    *SINGLE_KERNELS,
     LIGER,
     ("qkv",),
     ("add",),
@@ -40,9 +40,14 @@ DENSE = (
     ("add over residual",),
     ("norm", "gate", "qkv", "add"),
 )
-KERNELS = {"qwen3": DENSE, "llama": DENSE, "gemma3": (*ALONE, LIGER), HYBRID: (*ALONE, LIGER)}
+KERNELS = {
+    "qwen3": DENSE,
+    "llama": DENSE,
+    "gemma3": (*SINGLE_KERNELS, LIGER),
+    HYBRID: (*SINGLE_KERNELS, LIGER),
+}
 SAVES = ((), ("attn_out",), ("attn_out", "kv"), ("*",))
-FAST = (
+FAST_CASES = (
     ("qwen3", ("norm",), (), "none", False),
     ("qwen3", LIGER, ("*",), "cpu", False),
     ("qwen3", LIGER, ("attn_out", "kv"), "none", True),
@@ -70,7 +75,7 @@ def rows():
                 if split and family == HYBRID:
                     continue
                 marks = [
-                    *([] if row in FAST else [pytest.mark.full]),
+                    *([] if row in FAST_CASES else [pytest.mark.full]),
                     *([needs_states] if family == HYBRID else []),
                 ]
                 names = (
@@ -145,7 +150,7 @@ def test_gradients_are_exact_or_refused_at_the_first_call(
         return
     for _ in range(3 if offload == "auto" else 1):
         grads = gradients(ours, **batch)[1]
-    assert worst_error(grads, expected) <= EXACT
+    assert worst_error(grads, expected) <= MAX_FLOAT64_ERROR
     assert {layer.path for layer in streambp.describe(ours).layers} == {"streams"}, (
         streambp.describe(ours)
     )
@@ -181,7 +186,7 @@ def test_what_only_some_layers_overwrite_is_saved_in_the_others(float64, monkeyp
     rotated = stock.model.layers[0].self_attn
     monkeypatch.setattr(type(rotated), "forward", only_in(rotated, type(rotated).forward))
     off, ours = error(stock, steps=2, offload="auto")
-    assert off <= EXACT
+    assert off <= MAX_FLOAT64_ERROR
     described = streambp.describe(ours)
     assert "self_attn.q_proj" in described.saves
     assert "not self_attn.q_proj: layers that overwrite it compute it again" in str(described)
@@ -221,7 +226,7 @@ class TestAttentionsOutput:
     @pytest.mark.parametrize("settings", [{}, {"saves": ("kv",)}, {"offload": "auto"}], ids=str)
     def test_is_recomputed(self, stock, settings):
         off, ours = error(stock, steps=2, **settings)
-        assert off <= EXACT
+        assert off <= MAX_FLOAT64_ERROR
         assert "attn_out" not in streambp.describe(ours).saves
 
     def test_is_recomputed_in_halves(self, stock, monkeypatch):
@@ -230,14 +235,14 @@ class TestAttentionsOutput:
         grads = gradients(
             patched(stock, saves=("attn_out",)), **with_shifted_labels(make_batch("plain"))
         )[1]
-        assert worst_error(grads, expected) <= EXACT
+        assert worst_error(grads, expected) <= MAX_FLOAT64_ERROR
 
     def test_is_not_saved(self, stock):
         with pytest.raises(UnsupportedModelError, match="Leave 'attn_out' out"):
             patched(stock, saves=("attn_out",))(**make_batch("plain"), use_cache=False)
 
     def test_would_be_taken_for_unchanged(self, stock, monkeypatch):
-        monkeypatch.setattr(trials, "_changed", lambda *_: False)
+        monkeypatch.setattr(trials, "_is_changed", lambda *_: False)
         assert error(stock)[0] > 0.01
 
 
@@ -256,7 +261,7 @@ def test_a_rotation_is_seen_behind_padding(float64, monkeypatch):
     stock = model_with(monkeypatch, "llama", "rotation")
     with pytest.raises(UnsupportedModelError, match="are changed in place"):
         patched(stock, saves=("*",), rows="as_given")(**left_padded(), use_cache=False)
-    monkeypatch.setattr(trials, "_turned", lambda *_: {})
+    monkeypatch.setattr(trials, "_rolled_positions", lambda *_: {})
     with pytest.raises(BackwardError, match="the same input has another output"):
         error(stock, left_padded(), saves=("*",), rows="as_given")
 
@@ -265,7 +270,7 @@ def test_a_layer_that_runs_whole_keeps_its_input(float64, monkeypatch):
     stock = model_with(monkeypatch, "llama", "add over residual")
     mix_neighbours(monkeypatch, stock)
     off, ours = error(stock)
-    assert off <= EXACT
+    assert off <= MAX_FLOAT64_ERROR
     assert {layer.path for layer in streambp.describe(ours).layers} == {"checkpoints"}
 
 
@@ -273,7 +278,7 @@ def test_products_that_a_kernel_reads_as_zero(float64, monkeypatch):
     """Where it is left out its NaN counts as 0: gradients are finite and wrong."""
     stock = model_with(monkeypatch, "qwen3", "add what is finite")
     off, ours = error(stock)
-    assert off <= EXACT
+    assert off <= MAX_FLOAT64_ERROR
     unread = [
         unread
         for layer in ours.model.layers
@@ -293,7 +298,7 @@ def test_what_holds_by_itself_is_still_left_out(float64, monkeypatch):
 
 def test_a_layer_is_tried_once(float64, monkeypatch):
     trial_names = []
-    for name in ("_writes", "_find_unread"):
+    for name in ("_find_writes", "_find_unread"):
         real = getattr(trials, name)
         monkeypatch.setattr(
             trials, name, lambda *a, real=real, name=name: trial_names.append(name) or real(*a)
@@ -301,13 +306,15 @@ def test_a_layer_is_tried_once(float64, monkeypatch):
     ours = patched(model_with(monkeypatch, "llama", "norm", "gate"), rows="as_given")
     for _ in range(3):
         gradients(ours, **make_batch("plain"))
-    assert sorted(trial_names) == ["_find_unread"] * 2 + ["_writes"] * 2
+    assert sorted(trial_names) == ["_find_unread"] * 2 + ["_find_writes"] * 2
 
 
 MUTANTS = {
-    "refill not tried": (trials, "_refillable", lambda linears, *_: linears, "qwen3", ("norm",), {"saves": ()}),
+    "refill not tried": (trials, "_find_refillable", lambda linears, *_: linears, "qwen3",
+        ("norm",), {"saves": ()}),
     "refill tried by its shapes": (
-        trials, "_same", lambda tensors, expected: all(a.shape == b.shape for a, b in zip(tensors, expected, strict=True)),
+        trials, "_bits_equal", lambda tensors, expected: all(a.shape == b.shape for a,
+            b in zip(tensors, expected, strict=True)),
         "qwen3", ("norm",), {"saves": ()},
     ),
     "recomputation not tried": (trials, "same_gradients", lambda *_: True, "qwen3", ("add what is finite",), {}),
@@ -315,12 +322,16 @@ MUTANTS = {
         trials, "same_gradients", lambda call, gradients, expected: all(g is None or g.isfinite().all() for g in gradients),
         "qwen3", ("add what is finite",), {},
     ),
-    "products not looked at": (trials, "_writes", lambda *_: Overwritten(), "llama", ("rotation",), {"saves": ("*",)}),
+    "products not looked at": (trials, "_find_writes", lambda *_: OverwrittenTensors(), "llama",
+        ("rotation",), {"saves": ("*",)}),
     "chosen products not looked at": (
-        trials, "_writes", lambda *_: Overwritten(), "llama", ("rotation",), {"offload": "auto", "steps": 2},
+        trials, "_find_writes", lambda *_: OverwrittenTensors(), "llama", ("rotation",),
+        {"offload": "auto", "steps": 2},
     ),
-    "input not looked at": (trials, "_writes", lambda *_: Overwritten(), "llama", ("add over residual",), {}),
-    "halves not tried": (sharded_call, "confirmed", lambda names, _: names, "llama", ("gate",), {"split": True}),
+    "input not looked at": (trials, "_find_writes", lambda *_: OverwrittenTensors(), "llama",
+        ("add over residual",), {}),
+    "halves not tried": (sharded_call, "confirm_names", lambda names, _: names, "llama", ("gate",),
+        {"split": True}),
 }  # fmt: skip
 
 

@@ -34,7 +34,8 @@ SETTINGS = {
     "offload": {"chunk_size": 5, "saves": ("attn_out", "kv"), "offload": "cpu"},
 }
 PAIRS = ((torch.float16, torch.bfloat16), (torch.bfloat16, torch.float16))  # weights and autocast
-JOINS = ((torch, "cat"), (torch, "stack"), (torch, "matmul"), (torch, "einsum"), (Tensor, "index_copy"),
+JOINING_FUNCTIONS = ((torch, "cat"), (torch, "stack"), (torch, "matmul"), (torch, "einsum"),
+    (Tensor, "index_copy"),
          (Tensor, "index_copy_"), (Tensor, "matmul"), (Tensor, "__matmul__"), (Tensor, "bmm"))  # fmt: skip
 HYBRIDS = ("lfm2", "qwen3_next")
 FAMILIES = (
@@ -92,7 +93,7 @@ def own_joins(monkeypatch):
         return call
 
     with monkeypatch.context() as patch:
-        for owner, name in JOINS:
+        for owner, name in JOINING_FUNCTIONS:
             patch.setattr(owner, name, watched(getattr(owner, name), name))
         yield joins
 
@@ -128,6 +129,6 @@ def test_the_other_half_precision(settings, pair, family, monkeypatch):
 def test_mutant_trials_and_bookkeeping_run_under_the_programs_autocast(monkeypatch):
     """As they did: torch has no common dtype for float16 tensors that are joined under bfloat16's
     autocast."""
-    monkeypatch.setattr(recompute.Autocast, "off", lambda self: contextlib.nullcontext())
+    monkeypatch.setattr(recompute.Autocast, "disable", lambda self: contextlib.nullcontext())
     with pytest.raises((RuntimeError, AssertionError), match=r"prioritize|checkpoints"):
         errors("llama", "chunked", torch.float16, torch.bfloat16, monkeypatch)

@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 import streambp
-from streambp.admission import checkpointed, snapshot, tables, values
-from streambp.admission.snapshot import Restored, Snapshot
+from streambp.admission import layer_checkpoint, snapshot, tables, values
+from streambp.admission.snapshot import Snapshot, StateRestorer
 from streambp.errors import StreamBPError
 from streambp.layer import side_effects
 from tests.admission.test_trials_leave_nothing import (
@@ -33,7 +33,7 @@ from tests.admission.test_trials_leave_nothing import (
     results,
     size_of,
 )
-from tests.oracle import EXACT, worst_error
+from tests.oracle import MAX_FLOAT64_ERROR, worst_error
 from tests.tiers import thinned
 
 pytestmark = pytest.mark.usefixtures("float64_everywhere")
@@ -183,7 +183,7 @@ class WithoutBuffer(Scaled):
         return self.scale
 
 
-WAYS = {
+STORE_CLASSES = {
     "hidden buffer": InHiddenBuffer,
     "assigned hidden buffer": AsHiddenBuffer,
     "deleted buffer": WithoutBuffer,
@@ -199,26 +199,26 @@ WAYS = {
     "number of C": InC,
     "other defaults": InDefaults,
 }
-FAST = ("buffer that is None", "parameter that is None")
+FAST_CASES = ("buffer that is None", "parameter that is None")
 # Layers that write to buffers, or keep values on weights, run whole.
-WHOLE = ("deleted buffer", "attribute of a weight")
+UNCHUNKED_CASES = ("deleted buffer", "attribute of a weight")
 
 
 def check(way, case):
     """Exact from the first step on, and streamed once the value is there."""
-    change, calls = functools.partial(around_mlp, kind=WAYS[way]), SITUATIONS[case]
+    change, calls = functools.partial(around_mlp, kind=STORE_CLASSES[way]), SITUATIONS[case]
     expected = results(make_model(change), calls)
     ours = streambp.patch(make_model(change), CONFIG)
-    assert worst_error(results(ours, calls), expected) <= EXACT
-    path = "checkpoints" if way in WHOLE else "streams"
+    assert worst_error(results(ours, calls), expected) <= MAX_FLOAT64_ERROR
+    path = "checkpoints" if way in UNCHUNKED_CASES else "streams"
     assert {layer.path for layer in streambp.describe(ours).layers} == {path}
 
 
 @pytest.mark.parametrize(
     ("way", "case"),
     thinned(
-        [(way, case) for way in WAYS for case in SITUATIONS],
-        lambda way, case: way in FAST and case == "first call",
+        [(way, case) for way in STORE_CLASSES for case in SITUATIONS],
+        lambda way, case: way in FAST_CASES and case == "first call",
     ),
 )
 def test_a_value_of_the_first_batch(way, case):
@@ -256,7 +256,7 @@ def test_everything_is_put_back():
     module.function = types.FunctionType(function.__code__, {"__name__": "a_program"})
     module.function.__defaults__ = (1, 2)
     weight, bias = module.weight, module.bias
-    with Restored(module) as restored:
+    with StateRestorer(module) as restored:
         change_all(module)
         names = restored.changes()
         restored.rewind()
@@ -278,7 +278,7 @@ def test_everything_is_put_back():
 def test_what_a_test_puts_in_the_place_of_a_parameter_stays():
     """Plain tensors, which a test differentiates, are no change of the module's."""
     module = nn.Linear(3, 3)
-    with Restored(module) as restored:
+    with StateRestorer(module) as restored:
         shadow = module._parameters["weight"] = module.weight.detach().requires_grad_()
         assert not restored.changes()
         restored.rewind()
@@ -304,7 +304,7 @@ def arrays_of_numbers_alone(patch):
 
 
 def no_memory(patch):
-    patch.setattr(snapshot, "copied_memory", lambda value, limit: None)
+    patch.setattr(snapshot, "copy_memory", lambda value, limit: None)
 
 
 def no_code(patch):
@@ -312,17 +312,17 @@ def no_code(patch):
 
 
 def buffers_outside_as_inside(patch):
-    patch.setattr(snapshot, "BUFFERS", "")
+    patch.setattr(snapshot, "BUFFER_TABLE", "")
 
 
 def deleted_buffers_fail(patch):
     @contextlib.contextmanager
-    def in_place(buffers, real=side_effects.in_place_of_buffers):
+    def in_place(buffers, real=side_effects.replace_buffers):
         assert all(name in module._buffers for module, name in buffers)
         with real(buffers):
             yield
 
-    patch.setattr(checkpointed, "in_place_of_buffers", in_place)
+    patch.setattr(layer_checkpoint, "replace_buffers", in_place)
 
 
 MUTANTS = {
@@ -353,7 +353,7 @@ def test_a_mutant_that_takes_a_tests_own_tensors_for_changes(monkeypatch):
 
 
 def test_blocks_that_cannot_be_copied_are_left_alone():
-    assert values.copied_memory(memoryview(b"constant"), 100) is None
-    assert values.copied_memory(memoryview(bytearray(8)), 4) is None
-    assert values.copied_memory(ctypes.py_object(3), 100) is None
-    assert values.copied_memory(memoryview(bytearray(8))[::2], 100) is None
+    assert values.copy_memory(memoryview(b"constant"), 100) is None
+    assert values.copy_memory(memoryview(bytearray(8)), 4) is None
+    assert values.copy_memory(ctypes.py_object(3), 100) is None
+    assert values.copy_memory(memoryview(bytearray(8))[::2], 100) is None

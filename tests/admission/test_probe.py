@@ -13,11 +13,11 @@ import torch
 import streambp
 from streambp.admission.trials import same_gradients
 from streambp.attention.kernels import CpuFlashKernel
-from streambp.device import failed_in_a_kernel
+from streambp.device import is_kernel_error
 from streambp.errors import KernelError
 from tests.families import build, make_batch
 
-HERE = torch.device("cpu")
+CPU_DEVICE = torch.device("cpu")
 
 
 def run(**settings):
@@ -86,10 +86,10 @@ def test_an_error_in_a_kernel_counts_by_where_it_was_raised():
         CpuFlashKernel().forward(q, q[..., :4], q, None)
     except Exception as error:
         caught_error = error
-    assert not failed_in_a_kernel(caught_error, HERE)
-    assert failed_in_a_kernel(caught_error, torch.device("cuda", 0))
-    assert not failed_in_a_kernel(
-        RuntimeError("The size of tensor a (5) must match the size of tensor b (12)"), HERE
+    assert not is_kernel_error(caught_error, CPU_DEVICE)
+    assert is_kernel_error(caught_error, torch.device("cuda", 0))
+    assert not is_kernel_error(
+        RuntimeError("The size of tensor a (5) must match the size of tensor b (12)"), CPU_DEVICE
     )
 
 

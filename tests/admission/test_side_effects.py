@@ -313,7 +313,7 @@ def test_random_routing_is_no_mixing():
 
 
 def without_trial(monkeypatch):
-    monkeypatch.setattr(probe, "_try", lambda *_: None)
+    monkeypatch.setattr(probe, "_try_isolated_chunks", lambda *_: None)
 
 
 def without_stirring(monkeypatch):
@@ -321,11 +321,11 @@ def without_stirring(monkeypatch):
 
 
 def in_eval_mode(monkeypatch):
-    def evaluated(call, *args, real=probe._try):
-        with rehearsal.evaluated(call.layer_state.layer):
+    def evaluated(call, *args, real=probe._try_isolated_chunks):
+        with rehearsal.set_eval_mode(call.layer_state.layer):
             return real(call, *args)
 
-    monkeypatch.setattr(probe, "_try", evaluated)
+    monkeypatch.setattr(probe, "_try_isolated_chunks", evaluated)
 
 
 @pytest.mark.parametrize(
@@ -347,7 +347,7 @@ def test_mutants_turn_these_red(mutant, test, monkeypatch, float64_oracle):
 
 
 def test_large_matrices_are_not_copied(monkeypatch):
-    monkeypatch.setattr(rehearsal, "LARGE", 32)
+    monkeypatch.setattr(rehearsal, "MAX_MATRIX_ELEMENTS", 32)
     some, all_zeros = torch.randn(8, 8, generator=seeded()), torch.zeros(8, 8)
     some[2] = 0
     assert rehearsal.with_random_zeros(nn.Parameter(some)).data_ptr() == some.data_ptr()

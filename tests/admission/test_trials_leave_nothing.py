@@ -25,17 +25,17 @@ from torch import Tensor, nn
 
 import streambp
 from streambp.admission import entry, kept_values, snapshot
-from streambp.admission.snapshot import Restored, Snapshot
+from streambp.admission.snapshot import Snapshot, StateRestorer
 from streambp.errors import BackwardError, UnsupportedModelError
 from streambp.planner import estimate, skeleton
 from tests.families import build, make_batch
-from tests.oracle import EXACT, worst_error
+from tests.oracle import MAX_FLOAT64_ERROR, worst_error
 from tests.tiers import thinned
 
 LENGTH = 16  # three chunks of 5, and one of a single token
 CONFIG = streambp.StreamConfig(chunk_size=5)
 GLOBAL = {"scale": None}
-REBOUND = None
+REBOUND_GLOBAL = None
 
 
 pytestmark = pytest.mark.usefixtures("float64_everywhere")
@@ -240,14 +240,14 @@ class InGlobal(Scaled):
 
 class AsGlobal(Scaled):
     def start(self):
-        global REBOUND
-        REBOUND = None
+        global REBOUND_GLOBAL
+        REBOUND_GLOBAL = None
 
     def scale_of(self, x):
-        global REBOUND
-        if REBOUND is None:
-            REBOUND = size_of(x)
-        return REBOUND
+        global REBOUND_GLOBAL
+        if REBOUND_GLOBAL is None:
+            REBOUND_GLOBAL = size_of(x)
+        return REBOUND_GLOBAL
 
 
 class Registered(Scaled):
@@ -518,7 +518,7 @@ def around_mlp(layer, kind):
     layer.mlp = kind(layer.mlp)
 
 
-NAMED = (
+NAMED_CASES = (
     "attribute that is None", "missing attribute", "tensor", "tensor through data", "float", "string flag", "list", "dict",
     "set", "deque", "object", "hidden module", "class", "closure", "function", "default", "global dict", "global", "buffer",
     "parameter", "config", "array", "in training alone", "environment", "library", "queue", "Python's array", "bytes",
@@ -531,19 +531,20 @@ KINDS = (
     InEnvironment, OnLibrary, InQueue, InPythonArray, InBytes, Resized, DataReplaced, InCache, InBoundedCache,
     AsParameter, AsModule, InParameterList, AsClass, HookOnce, OfStaticMethod, InConfigsDict, InGenerator, ByCounter,
 )  # fmt: skip
-WAYS = {
-    name: functools.partial(around_mlp, kind=kind) for name, kind in zip(NAMED, KINDS, strict=True)
+STORE_CLASSES = {
+    name: functools.partial(around_mlp, kind=kind)
+    for name, kind in zip(NAMED_CASES, KINDS, strict=True)
 }
-WAYS |= {"hook": by_hook, "forward": by_forward}
+STORE_CLASSES |= {"hook": by_hook, "forward": by_forward}
 BATCHES = {seed: make_batch("plain", LENGTH, seed) for seed in range(1, 4)}
 SITUATIONS = {
     "first call": ((True, BATCHES[1]), (True, BATCHES[2])),
     "new kind": ((True, BATCHES[1]), (True, make_batch("packed", LENGTH, 4)), (True, BATCHES[3])),
     "evaluation first": ((False, BATCHES[1]), (True, BATCHES[2]), (False, BATCHES[2])),
 }
-FAST = ("missing attribute", "dict", "class", "closure", "hook", "new parameter", "generator")
+FAST_CASES = ("missing attribute", "dict", "class", "closure", "hook", "new parameter", "generator")
 # Chunks would leave another length or tensor; iterators cannot be put back.
-WHOLE = ("dict", "cache", "bounded cache", "generator", "counter")
+UNCHUNKED_CASES = ("dict", "cache", "bounded cache", "generator", "counter")
 
 
 def make_model(change):
@@ -573,22 +574,24 @@ def results(model, calls):
 @pytest.mark.parametrize(
     ("way", "case"),
     thinned(
-        [(way, case) for way in WAYS for case in SITUATIONS],
-        lambda way, case: way in FAST and (case == "first call" or way == "missing attribute"),
+        [(way, case) for way in STORE_CLASSES for case in SITUATIONS],
+        lambda way, case: (
+            way in FAST_CASES and (case == "first call" or way == "missing attribute")
+        ),
     ),
 )
 def test_a_value_of_the_first_batch(way, case):
     """Exact from the first step on, and streamed once the value is there."""
     calls = SITUATIONS[case]
-    expected = results(make_model(WAYS[way]), calls)
-    ours = streambp.patch(make_model(WAYS[way]), CONFIG)
-    assert worst_error(results(ours, calls), expected) <= EXACT
-    expected_path = "checkpoints" if way in WHOLE else "streams"
+    expected = results(make_model(STORE_CLASSES[way]), calls)
+    ours = streambp.patch(make_model(STORE_CLASSES[way]), CONFIG)
+    assert worst_error(results(ours, calls), expected) <= MAX_FLOAT64_ERROR
+    expected_path = "checkpoints" if way in UNCHUNKED_CASES else "streams"
     assert {layer.path for layer in streambp.describe(ours).layers} == {expected_path}
 
 
 def test_the_first_call_runs_whole_by_name():
-    ours = streambp.patch(make_model(WAYS["missing attribute"]), CONFIG)
+    ours = streambp.patch(make_model(STORE_CLASSES["missing attribute"]), CONFIG)
     results(ours, SITUATIONS["first call"][:1])
     (reason,) = {layer.reason for layer in streambp.describe(ours).layers}
     assert reason == "its forward initialises itself at its first call (mlp.scale)"
@@ -663,12 +666,12 @@ class Recording(nn.Module):
 
 def test_a_recorder_sees_the_batch_alone(monkeypatch):
     """At a first step, and at a first evaluation after steps."""
-    monkeypatch.setattr(snapshot, "SMALL", 64)
+    monkeypatch.setattr(snapshot, "MAX_COPIED_ELEMENTS", 64)
     stock, ours = (make_model(functools.partial(around_mlp, kind=Recording)) for _ in range(2))
     streambp.patch(ours, streambp.StreamConfig(chunk_size=LENGTH))
     calls = SITUATIONS["evaluation first"][::-1]
     expected = results(stock, calls)
-    assert worst_error(results(ours, calls), expected) <= EXACT
+    assert worst_error(results(ours, calls), expected) <= MAX_FLOAT64_ERROR
     tokens = [sum(shape[1] for shape in layer.mlp.records) for layer in ours.model.layers]
     assert tokens == [sum(shape[1] for shape in layer.mlp.records) for layer in stock.model.layers]
     for our_layer, stock_layer in zip(ours.model.layers, stock.model.layers, strict=True):
@@ -679,12 +682,12 @@ def test_a_recorder_sees_the_batch_alone(monkeypatch):
 def test_a_count_without_data_leaves_nothing(way):
     """The planner runs a copy, which has the classes and functions of the model."""
     OnClass.scale = GLOBAL["scale"] = None
-    model = make_model(WAYS[way])
+    model = make_model(STORE_CLASSES[way])
     estimate(model, LENGTH, chunk_size=5)
     assert OnClass.scale is None
     assert GLOBAL["scale"] is None
-    expected = results(make_model(WAYS[way]), SITUATIONS["first call"])
-    assert worst_error(results(model, SITUATIONS["first call"]), expected) <= EXACT
+    expected = results(make_model(STORE_CLASSES[way]), SITUATIONS["first call"])
+    assert worst_error(results(model, SITUATIONS["first call"]), expected) <= MAX_FLOAT64_ERROR
 
 
 def kept_of(model):
@@ -693,7 +696,7 @@ def kept_of(model):
 
 def test_everything_is_put_back():
     """The same objects in the same order, the same values, and the same versions."""
-    model = make_model(WAYS["closure"])
+    model = make_model(STORE_CLASSES["closure"])
     layer, mlp = model.model.layers[0], model.model.layers[0].mlp
     mlp.table = collections.OrderedDict(a=1, b=2)
     mlp.counts = collections.defaultdict(list, x=[1])
@@ -705,7 +708,7 @@ def test_everything_is_put_back():
     mlp.holder, mlp.array, mlp.view = Holder(), np.arange(3), torch.zeros(1).expand(4)
     hook = mlp.register_forward_hook(lambda *_: None)
     contents_before, version, expected = kept_of(layer), mlp.some._version, torch.arange(4.0)
-    with Restored(layer):
+    with StateRestorer(layer):
         mlp.table.move_to_end("a")
         mlp.counts["x"].append(2)
         mlp.counts["y"].append(3)
@@ -740,7 +743,7 @@ def test_everything_is_put_back():
     assert mlp.scale_of.__closure__[0].cell_contents is None
 
 
-NUMBERS = itertools.count()
+NUMBER_ITERATOR = itertools.count()
 
 
 class Numbered(nn.Module):
@@ -748,7 +751,7 @@ class Numbered(nn.Module):
 
     def __init__(self, inner, file):
         super().__init__()
-        self.inner, self.file, self.number = inner, file, next(NUMBERS)
+        self.inner, self.file, self.number = inner, file, next(NUMBER_ITERATOR)
 
     def forward(self, x):
         self.file.write(f"{self.number}\n")
@@ -801,7 +804,7 @@ def test_iterators_of_a_hooks_object_count_where_the_hook_reads_them(method, pat
             results(ours, SITUATIONS["first call"]),
             results(make_model(change), SITUATIONS["first call"]),
         )
-        <= EXACT
+        <= MAX_FLOAT64_ERROR
     )
     layers = streambp.describe(ours).layers
     assert {layer.path for layer in layers} == {path}
@@ -819,7 +822,7 @@ def test_parameters_without_shapes_are_refused():
     results(model, calls)
     stock = copy.deepcopy(model)
     ours = streambp.patch(model, CONFIG)
-    assert worst_error(results(ours, calls), results(stock, calls)) <= EXACT
+    assert worst_error(results(ours, calls), results(stock, calls)) <= MAX_FLOAT64_ERROR
 
 
 @pytest.mark.parametrize(
@@ -847,17 +850,17 @@ def test_mutants_turn_these_red(mutant, test, monkeypatch):
     elif mutant == "classes":
         monkeypatch.setattr(Snapshot, "_read_class", lambda *_: None)
     elif mutant == "rewind":
-        monkeypatch.setattr(Restored, "rewind", lambda *_: None)
+        monkeypatch.setattr(StateRestorer, "rewind", lambda *_: None)
     elif mutant == "kept values":
         untouched = contextlib.nullcontext(types.SimpleNamespace(rewind=lambda: None))
-        monkeypatch.setattr(kept_values, "on_trial", lambda _: untouched)
+        monkeypatch.setattr(kept_values, "trial_context", lambda _: untouched)
     elif mutant == "iterators":
         monkeypatch.setattr("streambp.admission.entry.why_untestable", lambda _: None)
     elif mutant == "types":
         monkeypatch.setattr(snapshot, "TYPE", snapshot.TYPE._replace(refill=lambda *_: None))
     elif mutant == "planner":
-        monkeypatch.setattr(skeleton, "leaving_no_trace", lambda _: contextlib.nullcontext())
+        monkeypatch.setattr(skeleton, "restore_module_state", lambda _: contextlib.nullcontext())
     else:
-        monkeypatch.setattr("streambp.admission.probe.set_once", lambda *_: [])
+        monkeypatch.setattr("streambp.admission.probe.find_values_set_once", lambda *_: [])
     with pytest.raises((AssertionError, AttributeError, BackwardError, pytest.fail.Exception)):
         test()

@@ -1,6 +1,6 @@
 """Layers that cannot be cut run whole, under torch's checkpoint.
 
-covers: admission/checkpointed.py
+covers: admission/layer_checkpoint.py
 """
 
 from __future__ import annotations

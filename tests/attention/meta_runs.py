@@ -11,12 +11,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from streambp.attention import attend, kernels
-from streambp.attention.attend import Params, PrefixAttention, attend_blocks
+from streambp.attention.attend import AttentionParams, PrefixAttention, attend_blocks
 from streambp.attention.backend import Backend
 from streambp.attention.kernels import CUDNN, FLASH, MATH
 from streambp.attention.kv import KVBuffer, KVTiles
 from streambp.chunks import ChunkPlan
-from streambp.layer.saved import InMemory
+from streambp.layer.saved_tensors import DeviceTensors
 
 HEADS, KV_HEADS, SIZE = 32, 8, 128  # Qwen3-8B
 CUDNN_FIRST = Backend((CUDNN, FLASH, MATH))
@@ -180,7 +180,7 @@ def run(
 
     monkeypatch.setattr(attend, "upload", upload)
     plan = ChunkPlan(layout.length, chunk_size)
-    params = Params(backend, size**-0.5, None, 0.0, 0)
+    params = AttentionParams(backend, size**-0.5, None, 0.0, 0)
 
     def tensor(count, length, columns=size):
         return torch.empty(
@@ -192,10 +192,10 @@ def run(
             tensor(KV_HEADS, layout.length, columns).transpose(1, 2)
             for columns in (size, value_size)
         )
-        kv_storage = KVBuffer.of(k, v, backend.width)
+        kv_storage = KVBuffer.from_tensors(k, v, backend.width)
     else:
         kv_storage = KVTiles(
-            0, plan, InMemory(), InMemory(), tiles, False, value_size, backend.width
+            0, plan, DeviceTensors(), DeviceTensors(), tiles, False, value_size, backend.width
         )
     attended = {}
     with counted:

@@ -17,9 +17,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import streambp
 from streambp.attention import kernels, prefix
-from streambp.attention.backend import Backend, Use, choose_backend
+from streambp.attention.backend import Backend, BlockPurpose, choose_backend
 from streambp.attention.kernels import CUDNN, FLASH, MATH, SQUARE_FLASH
-from streambp.attention.spans import Run, Spans
+from streambp.attention.spans import QueryRun, Spans
 from streambp.chunks import ChunkPlan
 from streambp.config import StreamConfig
 from streambp.errors import AttentionChoiceError
@@ -29,7 +29,7 @@ from tests.oracle import gradients, worst_error
 from tests.tiers import thinned
 
 HOPPER, BLACKWELL = (9, 0), (10, 0)
-FUSED = ["cudnn", "flash", "math"]
+FUSED_KERNELS = ["cudnn", "flash", "math"]
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def deterministic(warn_only=False):
 def test_cudnn_comes_first_where_torch_prefers_it(capability, first, machine):
     assert machine(capability)[0] == first
     if capability >= HOPPER:  # by name it is there
-        assert machine(capability, choice="cudnn") == FUSED
+        assert machine(capability, choice="cudnn") == FUSED_KERNELS
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_cudnn_comes_first_where_torch_prefers_it(capability, first, machine):
 )
 def test_an_old_runtime_of_cudnn_comes_after_flash(runtime, first, machine):
     assert machine(runtime=runtime)[0] == first
-    assert machine(runtime=runtime, choice="cudnn") == FUSED
+    assert machine(runtime=runtime, choice="cudnn") == FUSED_KERNELS
 
 
 @pytest.mark.parametrize(("value", "first"), [("1", "flash"), ("0", "cudnn"), (None, "cudnn")])
@@ -93,13 +93,13 @@ def test_deterministic_algorithms_leave_cudnn_out(machine):
             machine(choice="cudnn")
         assert machine(choice="flash") == ["flash", "math"]
     with deterministic(warn_only=True):  # torch's own attention takes it then
-        assert machine() == FUSED
+        assert machine() == FUSED_KERNELS
 
 
 def test_what_is_switched_off_is_not_chosen(machine):
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
         assert machine() == ["flash", "math"]
-        assert machine(choice="cudnn") == FUSED
+        assert machine(choice="cudnn") == FUSED_KERNELS
     with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH]):
         assert machine() == ["cudnn", "math"]
         assert machine((8, 0)) == ["math"]
@@ -152,11 +152,14 @@ def test_backward_attends_with_the_kernels_of_forward(monkeypatch):
     assert set(used_kernels) == {"math"}
 
 
-@pytest.mark.parametrize("use", Use)
+@pytest.mark.parametrize("use", BlockPurpose)
 @pytest.mark.parametrize("window", [None, 700])
 def test_plain_products_take_what_cudnn_leaves_over(use, window):
     """Of any sequence, in blocks whose scores are no larger than elsewhere."""
-    rows = ((Run(300, 8500, 300), Run(8500, 20_000, 300, 8500)), (Run(0, 7, 0), Run(7, 20_000, 7)))
+    rows = (
+        (QueryRun(300, 8500, 300), QueryRun(8500, 20_000, 300, 8500)),
+        (QueryRun(0, 7, 0), QueryRun(7, 20_000, 7)),
+    )
     scores = 0
     for chunk in ChunkPlan(20_000, 8192):
         plan = Backend((CUDNN, MATH)).plan(Spans(20_000, rows, window), chunk, 2, use)

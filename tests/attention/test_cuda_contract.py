@@ -13,10 +13,10 @@ import itertools
 import pytest
 
 from streambp import chunks
-from streambp.attention.backend import Use
-from streambp.attention.spans import Run, Spans
+from streambp.attention.backend import BlockPurpose
+from streambp.attention.spans import QueryRun, Spans
 from streambp.chunks import plan_chunks
-from streambp.offload.costs import Figures
+from streambp.offload.costs import StepFigures
 from streambp.offload.policy import SavesPolicy
 from streambp.planner import auto
 from streambp.planner.laws import Law
@@ -29,11 +29,14 @@ LENGTHS = (8193, 16_384, 20_001, 24_577, 30_000, 33_333, 40_959, 49_153, 57_344,
 
 
 def documents(*ends):
-    return tuple(Run(a, b, a) for a, b in itertools.pairwise(ends))
+    return tuple(QueryRun(a, b, a) for a, b in itertools.pairwise(ends))
 
 
 def padded(length, first, last):
-    return (Run(first, last, first), *([Run(last, length, first, last)] if last < length else []))
+    return (
+        QueryRun(first, last, first),
+        *([QueryRun(last, length, first, last)] if last < length else []),
+    )
 
 
 LAYOUTS = {
@@ -72,7 +75,7 @@ NATIVE, ONE_SIZE = {(128, 128), (192, 128), (256, 256)}, {(128, 128), (192, 192)
 
 
 MACHINES = {"H200": H200, "A100": A100, "4090": RTX_4090, "B200": B200, "MI300": MI300}
-FEW = [  # machine, head sizes, tiles, layouts
+FEW_CASES = [  # machine, head sizes, tiles, layouts
     ("H200", (192, 128), None, ("two rows", "packed")),
     ("H200", (192, 128), 1, ("one token over",)),
     ("H200", (256, 256), None, ("left-padded",)),
@@ -82,7 +85,7 @@ FEW = [  # machine, head sizes, tiles, layouts
     ("MI300", (192, 128), None, ("one token over", "packed")),
 ]
 SIZES = ((192, 128), (256, 256), (512, 512))
-ALL = [
+ALL_CASES = [
     (machine, sizes, tiles, tuple(LAYOUTS))
     for machine in MACHINES
     for sizes in SIZES
@@ -99,7 +102,9 @@ def case_id(case):
 
 
 @pytest.mark.parametrize(
-    "case", [*FEW, *(pytest.param(case, marks=pytest.mark.full) for case in ALL)], ids=case_id
+    "case",
+    [*FEW_CASES, *(pytest.param(case, marks=pytest.mark.full) for case in ALL_CASES)],
+    ids=case_id,
 )
 def test_every_block_has_head_sizes_that_its_kernel_takes(case, monkeypatch):
     """The rules that no operator checks without data, with one layout for each graph."""
@@ -206,7 +211,7 @@ def test_elementwise_bytes(saved, monkeypatch):
 
 def passes(size):
     """How many pieces of queries read the prefix of a chunk."""
-    return len(list(CUDNN_FIRST.tiling(Use.FORWARD).queries(0, size)))
+    return len(list(CUDNN_FIRST.tiling(BlockPurpose.FORWARD).queries(0, size)))
 
 
 ROWS_AND_LENGTHS = [
@@ -229,7 +234,7 @@ def test_auto_chunks_take_one_pass(rows, length, rule, monkeypatch):
                 "streambp", (), "none", False, True, (Phase("backward 0", Law()),), (), Law(), ()
             )
         )
-        figures = Figures(law, {}, lambda tokens, chunk: 1 / chunk if chunk <= 8192 else 1.0)
+        figures = StepFigures(law, {}, lambda tokens, chunk: 1 / chunk if chunk <= 8192 else 1.0)
         size = SavesPolicy(1, lambda device: 1.0, lambda device: (figures, 0.0), True, True).chunk(
             0, rows, length, None
         )
@@ -241,7 +246,7 @@ def test_auto_chunks_take_one_pass(rows, length, rule, monkeypatch):
 
 
 def test_chunks_that_are_not_rounded_are_seen(monkeypatch):
-    monkeypatch.setattr(chunks, "in_one_pass", lambda size: size)
+    monkeypatch.setattr(chunks, "floor_power_of_two", lambda size: size)
     anew = plan_chunks.__wrapped__  # it remembers
     assert passes(anew(65_536, 3, "auto").size) == 3
     assert passes(anew(40_000, 1, "auto").size) >= 3

@@ -17,7 +17,7 @@ import streambp
 from streambp.attention import kernels, prefix
 from streambp.attention.backend import Backend
 from streambp.attention.kernels import CUDNN, FLASH, MATH
-from streambp.attention.kernels_wide import EFFICIENT, PADDED
+from streambp.attention.kernels_wide import EFFICIENT, PADDED_KERNELS
 from tests import zoo
 from tests.attention.stand_in import CachedGraphs, StandIn
 from tests.families import build, make_batch
@@ -27,7 +27,7 @@ from tests.tiers import thinned
 CHUNK = 512
 LENGTH = 3 * CHUNK + 1
 SAVES = ((), ("attn_out",), ("kv",), ("attn_out", "kv"))
-SPANS = {  # family, mode, rows
+SPAN_CASES = {  # family, mode, rows
     "plain": ("qwen3", "plain", 1),
     "two rows": ("qwen3", "plain", 2),
     "left-padded": ("qwen3", "left-padded", 2),
@@ -36,7 +36,7 @@ SPANS = {  # family, mode, rows
     "packed": ("qwen3", "packed", 1),
     "window": ("mistral", "right-padded", 2),
 }
-PLACES = {
+CACHE_PLACES = {
     "kept": {},
     "offloaded": {"offload": "cpu"},
     "streamed": {"offload": "cpu", "gpu_memory": 1},
@@ -53,7 +53,7 @@ def model_of(family):
 @functools.cache
 def reference(spans, default_dtype):
     """The default dtype decides which weights are drawn."""
-    family, mode, rows = SPANS[spans]
+    family, mode, rows = SPAN_CASES[spans]
     with pytest.MonkeyPatch.context() as patch:
         lift_float32_casts(patch)
         return gradients(model_of(family), **make_batch(mode, length=LENGTH, rows=rows))
@@ -63,8 +63,8 @@ def check(spans, saves, placement, monkeypatch):
     graphs = CachedGraphs()
     monkeypatch.setattr(kernels, "aten", graphs)
     monkeypatch.setattr(prefix, "choose_backend", lambda *_, **__: Backend((CUDNN, FLASH, MATH)))
-    family, mode, rows = SPANS[spans]
-    config = streambp.StreamConfig(chunk_size=CHUNK, saves=saves, **PLACES[placement])
+    family, mode, rows = SPAN_CASES[spans]
+    config = streambp.StreamConfig(chunk_size=CHUNK, saves=saves, **CACHE_PLACES[placement])
     model = streambp.patch(model_of(family), config)
     expected_loss, expected = reference(spans, torch.get_default_dtype())
     loss, our_gradients = gradients(model, **make_batch(mode, length=LENGTH, rows=rows))
@@ -77,13 +77,15 @@ def check(spans, saves, placement, monkeypatch):
 # "right-padded".
 @pytest.mark.fast("packed")
 @pytest.mark.parametrize(
-    "spans", thinned(SPANS, lambda spans: spans not in ("plain", "right-padded row"))
+    "spans", thinned(SPAN_CASES, lambda spans: spans not in ("plain", "right-padded row"))
 )
 def test_recomputed(spans, float64_oracle, monkeypatch):
     check(spans, (), "kept", monkeypatch)
 
 
-@pytest.mark.parametrize("placement", thinned(PLACES, lambda placement: placement == "streamed"))
+@pytest.mark.parametrize(
+    "placement", thinned(CACHE_PLACES, lambda placement: placement == "streamed")
+)
 def test_saved(placement, float64_oracle, monkeypatch):
     check("left-padded", ("attn_out",), placement, monkeypatch)
 
@@ -99,7 +101,7 @@ def of_256():
 HEAD_SIZES = {  # model, and the kernels that attend
     "192/128": (
         lambda: zoo.build("deepseek_v3", num_hidden_layers=1),
-        Backend((CUDNN, PADDED[FLASH], MATH)),
+        Backend((CUDNN, PADDED_KERNELS[FLASH], MATH)),
     ),
     "padded": (
         lambda: zoo.build("deepseek_v3", num_hidden_layers=1),
@@ -119,7 +121,9 @@ def check_head_sizes(name, mode, saves, placement, monkeypatch):
     expected_loss, expected = gradients(model, **batch)
     monkeypatch.setattr(kernels, "aten", graphs)
     monkeypatch.setattr(prefix, "choose_backend", lambda *_, **__: backend)
-    streambp.patch(model, streambp.StreamConfig(chunk_size=CHUNK, saves=saves, **PLACES[placement]))
+    streambp.patch(
+        model, streambp.StreamConfig(chunk_size=CHUNK, saves=saves, **CACHE_PLACES[placement])
+    )
     loss, our_gradients = gradients(model, **batch)
     assert bool(graphs.calls) == (backend.name == "cudnn")
     assert backend.name in streambp.describe(model).attention
@@ -136,7 +140,7 @@ def test_two_head_sizes(name, mode, float64_oracle, monkeypatch):
 
 @pytest.mark.full
 @pytest.mark.parametrize("mode", ["plain", "left-padded", "right-padded", "packed"])
-@pytest.mark.parametrize("placement", PLACES)
+@pytest.mark.parametrize("placement", CACHE_PLACES)
 @pytest.mark.parametrize("saves", SAVES, ids=lambda s: "+".join(s) or "none")
 @pytest.mark.parametrize("name", HEAD_SIZES)
 def test_every_head_size(name, saves, placement, mode, float64_oracle, monkeypatch):
@@ -163,8 +167,8 @@ def test_one_layout_holds_whatever_the_forward_gives(float64_oracle, monkeypatch
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("placement", PLACES)
+@pytest.mark.parametrize("placement", CACHE_PLACES)
 @pytest.mark.parametrize("saves", SAVES, ids=lambda s: "+".join(s) or "none")
-@pytest.mark.parametrize("spans", SPANS)
+@pytest.mark.parametrize("spans", SPAN_CASES)
 def test_everything(spans, saves, placement, float64_oracle, monkeypatch):
     check(spans, saves, placement, monkeypatch)

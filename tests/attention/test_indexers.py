@@ -1,7 +1,8 @@
 """Sparse attention with an indexer: scored a few queries at a time, picked once, masked one block
 at a time.
 
-covers: attention/indexers.py, attention/picked_keys.py, attention/interface.py, layer/saved.py,
+covers: attention/indexers.py, attention/picked_keys.py, attention/interface.py,
+    layer/saved_tensors.py,
 planner/survey.py
 """
 
@@ -19,17 +20,17 @@ from streambp.admission.own_run import StreamingMismatchError
 from streambp.admission.probe import Verdict
 from streambp.admission.stacks import kind_of
 from streambp.attention import indexers, interface, picked_keys
-from streambp.attention.interface import ThroughInterface
-from streambp.attention.kinds import Picking
+from streambp.attention.interface import InterfaceAttention
+from streambp.attention.kinds import SparseAttention
 from streambp.attention.prefix import Prefix, PrefixChunkAttention, Stage
 from streambp.attention.spans import Spans
 from streambp.chunks import Chunk
 from streambp.errors import BackwardError, UnsupportedModelError
 from streambp.layer.layer_state import LayerState
-from streambp.layer.saved import SavedForBackward
+from streambp.layer.saved_tensors import SavedForBackward
 from streambp.planner.laws import features
 from streambp.planner.skeleton import Skeleton
-from streambp.planner.survey import streamed, survey
+from streambp.planner.survey import streamed_recipe, survey
 from tests import zoo
 from tests.families import make_batch
 from tests.oracle import gradients, worst_error
@@ -40,8 +41,8 @@ from tests.versions import needs_indexers
 pytestmark = needs_indexers
 
 TOPK, LENGTH, CHUNK = 4, 23, 5
-FEW = 3  # queries of the last chunk that are scored at a time
-SPARSE = ("deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4", "dots3_note_text")
+QUERIES_AT_A_TIME = 3  # queries of the last chunk that are scored at a time
+SPARSE_FAMILIES = ("deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4", "dots3_note_text")
 
 
 @pytest.fixture(autouse=True)
@@ -55,10 +56,10 @@ def build(name="deepseek_v32", **changes):
     return zoo.build(name, index_topk=TOPK, **changes)
 
 
-def scores_for(model, monkeypatch, queries=FEW, length=LENGTH):
+def scores_for(model, monkeypatch, queries=QUERIES_AT_A_TIME, length=LENGTH):
     """The scores of so many queries against all keys may exist."""
     heads = next(m for m in model.modules() if type(m).__name__.endswith("Indexer")).n_heads
-    monkeypatch.setattr(indexers, "SCORES", 4 * heads * length * queries)
+    monkeypatch.setattr(indexers, "MAX_SCORE_BYTES", 4 * heads * length * queries)
     return heads * length * queries
 
 
@@ -74,7 +75,11 @@ def check(stock, batch, chunk_size=CHUNK, **settings):
 
 @pytest.mark.parametrize("mode", ["plain", "left-padded", "right-padded", "packed"])
 @pytest.mark.parametrize(
-    "name", [n if n == "deepseek_v32" else pytest.param(n, marks=pytest.mark.full) for n in SPARSE]
+    "name",
+    [
+        n if n == "deepseek_v32" else pytest.param(n, marks=pytest.mark.full)
+        for n in SPARSE_FAMILIES
+    ],
 )
 def test_a_few_queries_at_a_time(name, mode, monkeypatch):
     stock = build(name)
@@ -117,14 +122,14 @@ def test_nothing_is_as_large_as_a_mask_of_the_sequence(monkeypatch):
 
 
 def test_the_mutant_that_scores_a_chunk_at_once(monkeypatch):
-    step = indexers._few_queries_at_a_time
+    step = indexers._pick_in_parts
 
     def at_once(*args):
         with monkeypatch.context() as patch:
-            patch.setattr(indexers, "SCORES", 2**40)
+            patch.setattr(indexers, "MAX_SCORE_BYTES", 2**40)
             return step(*args)
 
-    monkeypatch.setattr(indexers, "_few_queries_at_a_time", at_once)
+    monkeypatch.setattr(indexers, "_pick_in_parts", at_once)
     assert largest_of_a_step(monkeypatch)[0] > 1.0
 
 
@@ -138,14 +143,14 @@ def loss_then_other_picks(monkeypatch, **settings):
     calls = 0
     loss = ours(**batch, use_cache=False).loss
     ours.zero_grad()
-    real = indexers._few_queries_at_a_time
+    real = indexers._pick_in_parts
 
     def pick_key_zero(*args):
         nonlocal calls
         calls += 1
         return torch.zeros_like(real(*args))
 
-    monkeypatch.setattr(indexers, "_few_queries_at_a_time", pick_key_zero)
+    monkeypatch.setattr(indexers, "_pick_in_parts", pick_key_zero)
     loss.backward()
     our_gradients = {name: p.grad for name, p in ours.named_parameters() if p.grad is not None}
     return worst_error(our_gradients, expected), calls
@@ -231,14 +236,14 @@ def test_a_layer_that_runs_whole(implementation, monkeypatch):
 
 def test_the_mutant_whose_unpatched_run_reads_all_keys(monkeypatch):
     """Routed, the layer leaves it to the attention function to mask what was not picked."""
-    monkeypatch.setattr(interface, "_only_picked", lambda mask, *_: mask)
+    monkeypatch.setattr(interface, "_keep_picks", lambda mask, *_: mask)
     with pytest.raises(StreamingMismatchError, match="computes other values unpatched"):
         check(build(), make_batch("plain"))
 
 
 def test_the_mutant_that_masks_nothing(monkeypatch):
     monkeypatch.setattr(entry, "can_stream", lambda call: Verdict(True))
-    monkeypatch.setattr(picked_keys.PickedMask, "of", lambda layer_mask, *_: layer_mask)
+    monkeypatch.setattr(picked_keys.PickedMask, "from_picks", lambda layer_mask, *_: layer_mask)
     with pytest.raises(AssertionError):
         check(build(), make_batch("plain"))
 
@@ -247,7 +252,10 @@ def host_bytes(picks, length=1024, chunk_size=256):
     """What a planned step keeps on the host."""
     with torch.device("meta"):
         config = zoo.tiny_config("deepseek_v32", index_topk=picks)
-    skeleton, recipe = Skeleton(config, torch.bfloat16, None, 16, "cuda"), streamed((), "cpu")
+    skeleton, recipe = (
+        Skeleton(config, torch.bfloat16, None, 16, "cuda"),
+        streamed_recipe((), "cpu"),
+    )
     counted = {"accumulating": False, "tree": False, "timed": False}
     profile = survey(skeleton, (recipe,), at=(length, chunk_size), **counted)
     method = next(m for m in profile.methods if m.name == recipe.name)
@@ -260,20 +268,20 @@ def test_a_plan_counts_the_picks():
     assert host_bytes(128) - host_bytes(64) == pytest.approx(4 * 64 * layers * length, rel=0.05)
 
 
-@pytest.mark.parametrize("name", thinned(SPARSE, lambda name: name == "deepseek_v32"))
+@pytest.mark.parametrize("name", thinned(SPARSE_FAMILIES, lambda name: name == "deepseek_v32"))
 def test_what_a_layer_is(name):
     """dots3: its sliding layers have no indexer."""
     kinds = {type(kind_of(layer).attention) for layer in zoo.build(name).model.layers}
-    other_kinds = {"dots3_note_text": {Picking, ThroughInterface}}
-    assert kinds == other_kinds.get(name, {Picking})
+    other_kinds = {"dots3_note_text": {SparseAttention, InterfaceAttention}}
+    assert kinds == other_kinds.get(name, {SparseAttention})
 
 
 def test_a_mask_of_picks():
     """Padding below, rows of one chunk, and picks outside of a block."""
     layout = Spans.causal(2, 9, window=4)
     picks = torch.tensor([[[0, 3], [4, 2], [7, 7]], [[1, 5], [3, 0], [5, 6]]])  # [B, C, k]
-    mask = picked_keys.PickedMask.of(layout, 9, Chunk(0, 5, 8), picks)
-    visible_pairs = picked_keys.visible(layout, 5, 8, 1, 7, torch.device("cpu"))
+    mask = picked_keys.PickedMask.from_picks(layout, 9, Chunk(0, 5, 8), picks)
+    visible_pairs = picked_keys.visible_keys(layout, 5, 8, 1, 7, torch.device("cpu"))
     tile = mask.tile(5, 8, 1, 7, torch.device("cpu"))
     assert tile.shape == (2, 1, 3, 6)
     for row, query, key in torch.cartesian_prod(
@@ -310,4 +318,4 @@ def test_picks_of_a_layer_that_has_no_indexer():
 
 @pytest.mark.full
 def test_ranks_that_have_a_shard_each():
-    assert "all keys of the sequence" in Picking.why_not_split
+    assert "all keys of the sequence" in SparseAttention.why_not_split

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from streambp.attention import kernels
-from streambp.attention.backend import Backend, Use, choose_backend
+from streambp.attention.backend import Backend, BlockPurpose, choose_backend
 from streambp.attention.kernels import (
     CPU_FLASH,
     CUDNN,
@@ -27,9 +27,9 @@ from streambp.attention.kernels import (
     WINDOWLESS_FLASH,
     Task,
 )
-from streambp.attention.kernels_wide import EFFICIENT, PADDED
+from streambp.attention.kernels_wide import EFFICIENT, PADDED_KERNELS
 from streambp.attention.masks import DenseMask
-from streambp.attention.spans import Block, Kind, Run, Spans
+from streambp.attention.spans import Block, BlockKind, QueryRun, Spans
 from streambp.chunks import ChunkPlan
 from streambp.errors import StreamBPError
 from tests.attention.stand_in import SCALE, StandIn, softmax_attention
@@ -37,15 +37,15 @@ from tests.seeds import seed_of, seeded
 
 WINDOW = 4
 BLOCKS = {
-    "full": Block(Kind.FULL, 0, 2, 20, 29, 0, 13),
-    "causal": Block(Kind.CAUSAL, 0, 2, 20, 29, 20, 29),
-    "band": Block(Kind.BAND, 0, 2, 20, 24, 17, 20, WINDOW),
-    "band with an empty row": Block(Kind.BAND, 0, 2, 20, 24, 14, 18, WINDOW),
-    "window": Block(Kind.WINDOW, 0, 2, 20, 29, 17, 29, WINDOW),
-    "mask": Block(Kind.MASK, 0, 2, 20, 29, 0, 13),
-    "varlen": Block(Kind.VARLEN, 1, 2, 20, 29, 18, 29, None, (0, 4, 5, 9), (0, 6, 7, 11)),
+    "full": Block(BlockKind.FULL, 0, 2, 20, 29, 0, 13),
+    "causal": Block(BlockKind.CAUSAL, 0, 2, 20, 29, 20, 29),
+    "band": Block(BlockKind.BAND, 0, 2, 20, 24, 17, 20, WINDOW),
+    "band with an empty row": Block(BlockKind.BAND, 0, 2, 20, 24, 14, 18, WINDOW),
+    "window": Block(BlockKind.WINDOW, 0, 2, 20, 29, 17, 29, WINDOW),
+    "mask": Block(BlockKind.MASK, 0, 2, 20, 29, 0, 13),
+    "varlen": Block(BlockKind.VARLEN, 1, 2, 20, 29, 18, 29, None, (0, 4, 5, 9), (0, 6, 7, 11)),
     "varlen with a window": Block(
-        Kind.VARLEN, 1, 2, 20, 29, 18, 29, WINDOW, (0, 4, 5, 9), (0, 6, 7, 11)
+        BlockKind.VARLEN, 1, 2, 20, 29, 18, 29, WINDOW, (0, 4, 5, 9), (0, 6, 7, 11)
     ),
 }
 
@@ -68,18 +68,18 @@ def allowed(block, tile=None):
     query, key = torch.arange(block.q0, block.q1)[:, None], torch.arange(block.k0, block.k1)
     causal = key <= query
     inside = key > query - block.window if block.window is not None else torch.ones_like(causal)
-    if block.kind is Kind.VARLEN:
+    if block.kind is BlockKind.VARLEN:
         mask = torch.zeros_like(causal)
         for i, (a, b) in enumerate(itertools.pairwise(block.cu_q)):
             mask[a:b, block.cu_k[i] : block.cu_k[i + 1]] = True
         return mask & causal & inside
-    if block.kind is Kind.MASK:
+    if block.kind is BlockKind.MASK:
         return tile
     return {
-        Kind.FULL: inside,
-        Kind.CAUSAL: causal,
-        Kind.BAND: inside,
-        Kind.WINDOW: causal & inside,
+        BlockKind.FULL: inside,
+        BlockKind.CAUSAL: causal,
+        BlockKind.BAND: inside,
+        BlockKind.WINDOW: causal & inside,
     }[block.kind]
 
 
@@ -162,10 +162,10 @@ def test_dropout_draws_the_same_in_backward():
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
 
 
-FUSED = sorted(name for name in vars(StandIn) if name.startswith(("_scaled", "_flash")))
+FUSED_OPERATORS = sorted(name for name in vars(StandIn) if name.startswith(("_scaled", "_flash")))
 
 
-@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("name", FUSED_OPERATORS)
 def test_the_stand_in_has_the_operators_parameters(name):
     import inspect
 
@@ -202,7 +202,7 @@ def test_memory_efficient_attention_is_called_rightly(name, sizes, monkeypatch):
 def test_padded_flash_calls_its_operators_rightly(name, sizes, monkeypatch):
     """The stand-in refuses two head sizes, as the operators do."""
     monkeypatch.setattr(kernels, "aten", StandIn())
-    check(PADDED[FLASH], BLOCKS[name], head_size=sizes[0], value_size=sizes[1])
+    check(PADDED_KERNELS[FLASH], BLOCKS[name], head_size=sizes[0], value_size=sizes[1])
 
 
 @pytest.mark.parametrize("name", ["full", "causal"])
@@ -231,18 +231,24 @@ def test_backends_are_chosen_by_what_they_can_do():
 
 BACKENDS = [
     Backend((CUDNN, FLASH, MATH)), Backend((FLASH, MATH)), Backend((CPU_FLASH, MATH)), Backend((EFFICIENT, MATH)),
-    Backend((CUDNN, PADDED[FLASH], MATH)), Backend((CUDNN, EFFICIENT, MATH)), Backend((SQUARE_FLASH, MATH)),
-    Backend((WINDOWLESS_FLASH, MATH)), Backend((PADDED[FLASH], MATH)), Backend((CUDNN, WINDOWLESS_FLASH, MATH)),
+    Backend((CUDNN, PADDED_KERNELS[FLASH], MATH)), Backend((CUDNN, EFFICIENT, MATH)),
+    Backend((SQUARE_FLASH, MATH)),
+    Backend((WINDOWLESS_FLASH, MATH)), Backend((PADDED_KERNELS[FLASH], MATH)),
+    Backend((CUDNN, WINDOWLESS_FLASH, MATH)),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "backend", BACKENDS, ids=lambda backend: ", ".join(kernel.name for kernel in backend.kernels)
 )
-@pytest.mark.parametrize("use", Use)
+@pytest.mark.parametrize("use", BlockPurpose)
 def test_every_block_has_a_kernel_in_every_backend(backend, use):
     padded = Spans(
-        9000, ((Run(300, 8500, 300), Run(8500, 9000, 300, 8500)), (Run(0, 7, 0), Run(7, 9000, 7)))
+        9000,
+        (
+            (QueryRun(300, 8500, 300), QueryRun(8500, 9000, 300, 8500)),
+            (QueryRun(0, 7, 0), QueryRun(7, 9000, 7)),
+        ),
     )
     for layout in (
         padded,

@@ -1,7 +1,7 @@
 """Keys and values in tiles against one buffer: what is read, what is added up, what is on the
 device.
 
-covers: attention/kv.py, attention/spans.py, chunks.py, layer/saved.py
+covers: attention/kv.py, attention/spans.py, chunks.py, layer/saved_tensors.py
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from streambp.attention.kv import WORKING, KVBuffer, KVTiles, PrefixMemory
+from streambp.attention.kv import WORKING_TILES, KVBuffer, KVTiles, PrefixMemory
 from streambp.attention.prefix import KVBytesPerToken, Prefix
-from streambp.attention.spans import Run, Spans, Tiling
+from streambp.attention.spans import QueryRun, Spans, Tiling
 from streambp.chunks import ChunkPlan
-from streambp.layer.saved import InMemory
+from streambp.layer.saved_tensors import DeviceTensors
 from tests.seeds import seeded
 
 LENGTH, CHUNK, SHAPE = 23, 5, (2, 3, 4)  # B, H_kv, D
@@ -21,12 +21,16 @@ LAYOUTS = {
     "causal": Spans.causal(2, LENGTH),
     "window": Spans.causal(2, LENGTH, 7),
     "packed": Spans(
-        LENGTH, ((Run(0, 9, 0), Run(9, LENGTH, 9)), (Run(0, 14, 0), Run(14, LENGTH, 14)))
+        LENGTH,
+        (
+            (QueryRun(0, 9, 0), QueryRun(9, LENGTH, 9)),
+            (QueryRun(0, 14, 0), QueryRun(14, LENGTH, 14)),
+        ),
     ),
 }
 
 
-class Elsewhere(InMemory):
+class SwappingStore(DeviceTensors):
     """Gives other tensors back than were put in, and makes those unusable."""
 
     def save(self, name, chunk, tensor):
@@ -48,7 +52,7 @@ def test_tiles_hold_what_one_buffer_holds(layout, k_block, resident):
     generator = seeded(0)
     rows, heads, size = SHAPE
     keys_and_values = torch.randn(2, rows, heads, LENGTH, size, generator=generator)  # K and V
-    plan, store, scratch = ChunkPlan(LENGTH, CHUNK), Elsewhere(), Elsewhere()
+    plan, store, scratch = ChunkPlan(LENGTH, CHUNK), SwappingStore(), SwappingStore()
     buffer = KVBuffer(
         torch.empty(rows, LENGTH, heads, size), torch.empty(rows, LENGTH, heads, size)
     )
@@ -94,12 +98,12 @@ def test_prefixes_share_their_room_in_order():
 
     def resident(headroom, sizes):
         prefix = Prefix(Spans.causal(1, 100), 100, "auto")
-        prefix.memory = PrefixMemory(plan, headroom, InMemory)
+        prefix.memory = PrefixMemory(plan, headroom, DeviceTensors)
         prefix.sizes_seen = [KVBytesPerToken(size, 0, size, 1) for size in sizes]
         return prefix.resident_tiles(backward=False)
 
     assert resident(None, [8, 8]) == [None, None]
     assert resident(800, [8]) == [None]
-    assert resident(799, [8]) == [9 - WORKING]
-    assert resident(1200, [8, 8]) == [None, 5 - WORKING]
+    assert resident(799, [8]) == [9 - WORKING_TILES]
+    assert resident(1200, [8, 8]) == [None, 5 - WORKING_TILES]
     assert resident(1, [8, 8]) == [0, 0]

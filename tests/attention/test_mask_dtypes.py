@@ -18,18 +18,18 @@ from tests.families import LENGTH, build, make_batch
 from tests.oracle import gradients, worst_error
 
 CONFIG = streambp.StreamConfig(chunk_size=7)
-READ = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()[None, None]
-ADDED = torch.where(READ, 0.0, -torch.inf)
+READ_MASK = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()[None, None]
+ADDED_MASK = torch.where(READ_MASK, 0.0, -torch.inf)
 MASKS = {
-    "bool": READ,
-    "bool for each head": READ.expand(2, 4, LENGTH, LENGTH),
-    "added": ADDED.double(),
-    "int64": READ.long(),
-    "int32": READ.int(),
-    "uint8": READ.to(torch.uint8),
-    "complex": READ.to(torch.complex64),
+    "bool": READ_MASK,
+    "bool for each head": READ_MASK.expand(2, 4, LENGTH, LENGTH),
+    "added": ADDED_MASK.double(),
+    "int64": READ_MASK.long(),
+    "int32": READ_MASK.int(),
+    "uint8": READ_MASK.to(torch.uint8),
+    "complex": READ_MASK.to(torch.complex64),
 }
-COMPUTED = {"sdpa": ("bool", "bool for each head", "added"), "eager": ("added",)}
+COMPUTED_CASES = {"sdpa": ("bool", "bool for each head", "added"), "eager": ("added",)}
 
 
 def model_of(family, attention):
@@ -42,13 +42,13 @@ def model_of(family, attention):
 
 @pytest.mark.parametrize(
     ("attention", "name"),
-    [(attention, name) for attention in COMPUTED for name in MASKS],
+    [(attention, name) for attention in COMPUTED_CASES for name in MASKS],
 )
 def test_as_unpatched_or_refused(attention, name, float64_oracle):
     stock = model_of("qwen3", attention)
     ours = streambp.patch(copy.deepcopy(stock), CONFIG)
     batch = {**make_batch("plain"), "attention_mask": MASKS[name]}
-    if name not in COMPUTED[attention]:
+    if name not in COMPUTED_CASES[attention]:
         with pytest.raises(UnsupportedMaskError, match=f"mask is of {MASKS[name].dtype}"):
             ours(**batch)
         return
@@ -76,7 +76,7 @@ def test_mutant_bools_under_eager(monkeypatch, float64_oracle):
     monkeypatch.setattr(interface, "_refuse_added_bools", lambda configs: None)
     stock = model_of("qwen3", "eager")
     ours = streambp.patch(copy.deepcopy(stock), CONFIG)
-    batch = {**make_batch("plain"), "attention_mask": READ}
+    batch = {**make_batch("plain"), "attention_mask": READ_MASK}
     _, expected = gradients(stock, **batch)
     _, our_gradients = gradients(ours, **batch)
     assert worst_error(our_gradients, expected) > 1e-2

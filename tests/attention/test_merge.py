@@ -15,14 +15,16 @@ import pytest
 import torch
 
 from streambp.attention import triton_merge
-from streambp.attention.attend import MergedOutput, SummedQueries, merge, merge_in_torch
-from streambp.attention.backend import Backend, Use
+from streambp.attention.attend import MergedOutput, QueryGradientSum, merge, merge_in_torch
+from streambp.attention.backend import Backend, BlockPurpose
 from streambp.attention.kernels import CPU_FLASH, MATH
-from streambp.attention.spans import Block, Kind, Spans
+from streambp.attention.spans import Block, BlockKind, Spans
 from streambp.chunks import Chunk, ChunkPlan
 from tests.seeds import seeded
 
-needs_triton = pytest.mark.skipif(not triton_merge.AVAILABLE, reason="triton is not installed")
+needs_triton = pytest.mark.skipif(
+    not triton_merge.TRITON_AVAILABLE, reason="triton is not installed"
+)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -99,7 +101,7 @@ def compiled(architecture, dtype, out_dtype):
     from triton.compiler import ASTSource
 
     pointers = {"o": dtype, "lse": "fp32", "part": "bf16", "part_lse": "fp32", "out": out_dtype}
-    constants = {"size": 128, "width": 128, "tokens": triton_merge.TOKENS}
+    constants = {"size": 128, "width": 128, "tokens": triton_merge.BLOCK_TOKENS}
     names = triton_merge._kernel.arg_names
     signature = {name: f"*{pointers[name]}" if name in pointers else "i32" for name in names}
     signature.update(dict.fromkeys(constants, "constexpr"))
@@ -113,7 +115,7 @@ def compiled(architecture, dtype, out_dtype):
         aligned,
     )
     target = GPUTarget("cuda", architecture, 32)
-    return triton.compile(source, target=target, options={"num_warps": triton_merge.WARPS})
+    return triton.compile(source, target=target, options={"num_warps": triton_merge.NUM_WARPS})
 
 
 DTYPES_ON_A_GPU = [("bf16", "bf16"), ("bf16", "fp32"), ("fp32", "bf16")]
@@ -173,10 +175,10 @@ def test_sums_of_a_chunk_hold_what_its_blocks_gave(backend, dtype):
     )
     for layout in layouts:
         for chunk in ChunkPlan(40, 15):
-            plan = backend.plan(layout, chunk, 2, Use.BACKWARD)
+            plan = backend.plan(layout, chunk, 2, BlockPurpose.BACKWARD)
             shape = (2, chunk.stop - chunk.start, 3, 8)
             q = torch.empty(shape, dtype=dtype)
-            merged, summed = MergedOutput(q, 8, plan, chunk), SummedQueries(q, plan, chunk)
+            merged, summed = MergedOutput(q, 8, plan, chunk), QueryGradientSum(q, plan, chunk)
             weights, total = (
                 torch.zeros(2, 3, shape[1], 1).double(),
                 torch.zeros(2, 3, shape[1], 8).double(),
@@ -233,11 +235,13 @@ class PartialFirst:
         self.caches = {}
 
     def blocks(self, start, stop, tiling):
-        yield Block(Kind.FULL, 0, 2, start, stop - 1, 0, 2)
-        yield Block(Kind.FULL, 0, 2, start, stop, 2, 4)
+        yield Block(BlockKind.FULL, 0, 2, start, stop - 1, 0, 2)
+        yield Block(BlockKind.FULL, 0, 2, start, stop, 2, 4)
 
 
 def test_a_first_block_without_some_queries_leaves_rows_that_read_nothing():
-    plan = Backend((MATH,)).plan(PartialFirst(), Chunk(0, 4, 8), 2, Use.FORWARD)
+    plan = Backend((MATH,)).plan(PartialFirst(), Chunk(0, 4, 8), 2, BlockPurpose.FORWARD)
     assert (plan.covers, plan.complete, plan.all_read) == ((False, True), True, False)
-    assert Backend((MATH,)).plan(Spans.causal(2, 8), Chunk(0, 4, 8), 2, Use.FORWARD).all_read
+    assert (
+        Backend((MATH,)).plan(Spans.causal(2, 8), Chunk(0, 4, 8), 2, BlockPurpose.FORWARD).all_read
+    )

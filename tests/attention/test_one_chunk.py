@@ -22,9 +22,9 @@ ONE_CHUNK = streambp.StreamConfig(chunk_size=64)
 @pytest.fixture
 def one_chunk_buffers(monkeypatch):
     """How many attention calls took the layer's own keys and values."""
-    buffers, real = [], KVBuffer.of_one_chunk
+    buffers, real = [], KVBuffer.from_one_chunk
     monkeypatch.setattr(
-        KVBuffer, "of_one_chunk", lambda *tensors: buffers.append(real(*tensors)) or buffers[-1]
+        KVBuffer, "from_one_chunk", lambda *tensors: buffers.append(real(*tensors)) or buffers[-1]
     )
     return buffers
 
@@ -46,7 +46,7 @@ def test_nothing_but_copies_is_spared(dtype, one_chunk_buffers, monkeypatch):
     stock, batch = build("qwen3", dtype), make_batch("plain")
     _, our_gradients = gradients(streambp.patch(copy.deepcopy(stock), ONE_CHUNK), **batch)
     assert any(layer_state is not None for layer_state in one_chunk_buffers)
-    monkeypatch.setattr(KVBuffer, "of_one_chunk", lambda *_: None)
+    monkeypatch.setattr(KVBuffer, "from_one_chunk", lambda *_: None)
     monkeypatch.setattr(KVBuffer, "add", add_to_zeros)
     _, expected = gradients(streambp.patch(copy.deepcopy(stock), ONE_CHUNK), **batch)
     assert all(torch.equal(our_gradients[name], expected[name]) for name in expected)
@@ -61,15 +61,15 @@ def add_to_zeros(self, block, dk, dv):
 def test_memory_that_holds_more_is_copied():
     """A view of the product of q, k and v would keep all three."""
     k = torch.randn(2, 7, 3, 4).transpose(1, 2)  # [B, H_kv, T, D]
-    assert KVBuffer.of_one_chunk(k, k) is not None
+    assert KVBuffer.from_one_chunk(k, k) is not None
     keys_and_values = torch.randn(2, 2, 7, 3, 4)
     assert (
-        KVBuffer.of_one_chunk(
+        KVBuffer.from_one_chunk(
             keys_and_values[0].transpose(1, 2), keys_and_values[1].transpose(1, 2)
         )
         is None
     )
-    assert KVBuffer.of_one_chunk(k.contiguous(), k) is None
+    assert KVBuffer.from_one_chunk(k.contiguous(), k) is None
 
 
 def test_who_writes_to_values_afterwards_is_refused():

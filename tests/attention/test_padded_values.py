@@ -16,14 +16,14 @@ import torch
 
 import streambp
 from streambp.attention import attend, kernels, kernels_wide, kv, prefix
-from streambp.attention.attend import Params, PrefixAttention, attend_blocks
+from streambp.attention.attend import AttentionParams, PrefixAttention, attend_blocks
 from streambp.attention.backend import Backend, choose_backend
 from streambp.attention.kernels import CPU_FLASH, MATH
-from streambp.attention.kernels_wide import PADDED
+from streambp.attention.kernels_wide import PADDED_KERNELS
 from streambp.attention.kv import KVBuffer, KVTiles
-from streambp.attention.spans import Run, Spans
+from streambp.attention.spans import QueryRun, Spans
 from streambp.chunks import ChunkPlan
-from streambp.layer.saved import InMemory
+from streambp.layer.saved_tensors import DeviceTensors
 from tests import zoo
 from tests.attention.stand_in import softmax_attention
 from tests.distributed import one_rank
@@ -36,16 +36,20 @@ LENGTH = 3 * CHUNK + 1
 LAYOUTS = {
     "causal": Spans.causal(ROWS, LENGTH),
     "packed": Spans(
-        LENGTH, ((Run(0, 9, 0), Run(9, LENGTH, 9)), (Run(0, 14, 0), Run(14, LENGTH, 14)))
+        LENGTH,
+        (
+            (QueryRun(0, 9, 0), QueryRun(9, LENGTH, 9)),
+            (QueryRun(0, 14, 0), QueryRun(14, LENGTH, 14)),
+        ),
     ),
     "window": Spans.causal(ROWS, LENGTH, 5),
 }
 PAIRS = {"D_v < D": (12, 5), "D_v > D": (5, 12), "no multiple of 8": (12, 12)}
-WAYS = {  # backend, tiles that stay on the device (None: one buffer)
+BACKENDS = {  # backend, tiles that stay on the device (None: one buffer)
     "padded buffer": (lambda size: Backend((CPU_FLASH, MATH), width=size), None),
     "padded tiles": (lambda size: Backend((CPU_FLASH, MATH), width=size), 1),
-    "padded blocks": (lambda size: Backend((PADDED[CPU_FLASH], MATH)), None),
-    "padded blocks of tiles": (lambda size: Backend((PADDED[CPU_FLASH], MATH)), 0),
+    "padded blocks": (lambda size: Backend((PADDED_KERNELS[CPU_FLASH], MATH)), None),
+    "padded blocks of tiles": (lambda size: Backend((PADDED_KERNELS[CPU_FLASH], MATH)), 0),
 }
 
 
@@ -74,17 +78,17 @@ def random(pair, length=LENGTH):
 def worst(way, layout, pair, saved):
     """The largest relative error of o, dq, dk and dv, of all chunks. saved: with o, and K and V as
     they are kept."""
-    make, resident = WAYS[way]
+    make, resident = BACKENDS[way]
     backend, (q, k, v, do) = make(pair[0]), random(pair)
     wide = [x.requires_grad_() for x in (q, k, v)]
     expected, _ = softmax_attention(*wide, allowed(layout), 0.3)
     expected_results = [expected.detach(), *torch.autograd.grad(expected, wide, do)]
-    plan, params = ChunkPlan(LENGTH, CHUNK), Params(backend, 0.3, None, 0.0, 0)
+    plan, params = ChunkPlan(LENGTH, CHUNK), AttentionParams(backend, 0.3, None, 0.0, 0)
     prefixes = prefix.Prefix(layout, LENGTH, "auto")
     prefixes.backends[0] = backend
     if resident is not None:
         kv_storage = KVTiles(
-            0, plan, InMemory(), InMemory(), resident, False, pair[1], backend.width
+            0, plan, DeviceTensors(), DeviceTensors(), resident, False, pair[1], backend.width
         )
         prefixes.kv_storages.append(kv_storage)
     attended_chunks, parts = [], []
@@ -123,7 +127,7 @@ def worst(way, layout, pair, saved):
 
 @pytest.mark.parametrize("saved", [True, False], ids=["saved", "recomputed"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", BACKENDS)
 def test_padding_changes_nothing(way, layout, saved):
     assert worst(way, LAYOUTS[layout], PAIRS["D_v < D"], saved) <= 1e-12
 
@@ -150,7 +154,8 @@ def unwritten(self, like, width=None):
 
 
 MUTANTS = {  # the ways in which it is seen, and what is replaced
-    "gradient of the padding kept": (WAYS, [(m, "narrowed", keep_the_tail) for m in (attend, kv, kernels_wide)]),
+    "gradient of the padding kept": (BACKENDS, [(m, "narrowed", keep_the_tail) for m in (attend, kv,
+                kernels_wide)]),
     "noise instead of zeros": (
         ("padded blocks", "padded blocks of tiles"), [(m, "widened", noise_behind) for m in (attend, kv, kernels_wide)],
     ),
@@ -172,7 +177,7 @@ def test_a_mutant_is_seen(name, monkeypatch):
 
 
 def test_values_are_kept_and_leave_without_the_zeros():
-    backend, (_, k, v, _) = WAYS["padded buffer"][0](12), random((12, 5))
+    backend, (_, k, v, _) = BACKENDS["padded buffer"][0](12), random((12, 5))
     prefixes = prefix.Prefix(LAYOUTS["causal"], LENGTH, "auto")
     prefixes.backends[0] = backend
     for chunk in ChunkPlan(LENGTH, CHUNK):
@@ -246,13 +251,13 @@ def test_split_sequences_are_padded_at_their_ranks(saves, float64_oracle, monkey
     """What ranks exchange is not padded: a group of one rank gives back what it is sent."""
     widths = set()
     one_rank.split_over_one_rank(monkeypatch)
-    real = KVBuffer.of.__func__
+    real = KVBuffer.from_tensors.__func__
 
     def of(cls, k, v, width):
         widths.add((v.shape[3], width))
         return real(cls, k, v, width)
 
-    monkeypatch.setattr(KVBuffer, "of", classmethod(of))
+    monkeypatch.setattr(KVBuffer, "from_tensors", classmethod(of))
     expected_loss, expected = reference("plain", torch.get_default_dtype())
     model = zoo.build("deepseek_v3")
     streambp.patch(model, streambp.StreamConfig(chunk_size=CHUNK, attention="flash", saves=saves))
@@ -270,5 +275,5 @@ def test_what_is_padded_where():
     q, v = torch.zeros(1, 2, 3, 12), torch.zeros(1, 2, 3, 5)
     assert choose_backend("auto", q, v, 0.0).name == "math"
     assert choose_backend("flash", q, v, 0.0) == Backend((CPU_FLASH, MATH), width=12)
-    assert choose_backend("flash", v, q, 0.0) == Backend((PADDED[CPU_FLASH], MATH))
+    assert choose_backend("flash", v, q, 0.0) == Backend((PADDED_KERNELS[CPU_FLASH], MATH))
     assert choose_backend("flash", q, q, 0.0) == Backend((CPU_FLASH, MATH))

@@ -188,7 +188,7 @@ def test_the_platform_is_asked_when_a_call_begins(monkeypatch):
     monkeypatch.setattr(backends, "current_flash_attention_impl", lambda: "FA4")
     monkeypatch.setattr(backends.importlib.metadata, "version", lambda name: "4.0.0b18")
     platform = platform_of(device)
-    assert (platform.flash, platform.flash_4) == ("FA4", rules.LAST_FLASH_4)
+    assert (platform.flash, platform.flash_4) == ("FA4", rules.MAX_FLASH_4_VERSION)
     assert platform_of(torch.device("cpu")).capability is None
 
 
@@ -209,12 +209,12 @@ def test_a_meta_tensor_stands_for_a_device_that_nothing_is_known_of():
 
 MUTANTS = {
     "backward limit taken from forward's": (
-        "NATIVE",
+        "CUDNN_MAX_HEAD_SIZE",
         256,
         (A100, RTX_4090, B200, RTX_5090),
         (256, 256),
     ),
-    "any pair up to 256": ("MLA", (192, 192), (H200,), (192, 192)),
+    "any pair up to 256": ("MLA_HEAD_SIZES", (192, 192), (H200,), (192, 192)),
 }
 
 
@@ -224,5 +224,5 @@ def test_a_mutant_is_seen(name, monkeypatch):
     constant, value, machines, pair = MUTANTS[name]
     real_kernels = [backend(platform, *pair).kernels for platform in machines]
     monkeypatch.setattr(rules, constant, value)
-    monkeypatch.setattr(backends, "_chosen", backends._chosen.__wrapped__)  # which remembers
+    monkeypatch.setattr(backends, "_choose", backends._choose.__wrapped__)  # which remembers
     assert [backend(platform, *pair).kernels for platform in machines] != real_kernels

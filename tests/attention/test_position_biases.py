@@ -10,8 +10,13 @@ import torch
 from transformers import T5Config
 from transformers.models.t5.modeling_t5 import T5Attention
 
-from streambp.attention.position_biases import add_of_block, by_distance, has_table, of_pairs
-from streambp.attention.spans import Block, Kind
+from streambp.attention.position_biases import (
+    add_block_gradient,
+    distance_bias,
+    has_table,
+    pair_bias,
+)
+from streambp.attention.spans import Block, BlockKind
 
 LENGTH = 13
 
@@ -27,10 +32,10 @@ def attention(is_decoder: bool) -> T5Attention:
 @pytest.mark.parametrize("is_decoder", [True, False])
 def test_bias_of_all_pairs(is_decoder):
     module = attention(is_decoder)
-    bias = by_distance(module, LENGTH, torch.device("cpu"))
+    bias = distance_bias(module, LENGTH, torch.device("cpu"))
     assert bias.shape == (1, 4, 2 * LENGTH - 1)
     expected = module.compute_bias(LENGTH, LENGTH)
-    assert torch.equal(of_pairs(bias, 0, LENGTH, 0, LENGTH), expected)
+    assert torch.equal(pair_bias(bias, 0, LENGTH, 0, LENGTH), expected)
 
 
 @pytest.mark.parametrize("block", [(0, 1, 0, 1), (3, 9, 0, 3), (3, 9, 3, 9), (12, 13, 0, 13)])
@@ -39,12 +44,12 @@ def test_gradient_of_a_block(block):
     module = attention(is_decoder=True)
     q0, q1, k0, k1 = block
     upstream = torch.randn(4, q1 - q0, k1 - k0, dtype=torch.float64)
-    bias = by_distance(module, LENGTH, torch.device("cpu"))[0].detach().requires_grad_()
-    tile = of_pairs(bias, *block)
+    bias = distance_bias(module, LENGTH, torch.device("cpu"))[0].detach().requires_grad_()
+    tile = pair_bias(bias, *block)
     assert torch.equal(tile, module.compute_bias(LENGTH, LENGTH)[0, :, q0:q1, k0:k1])
     (expected,) = torch.autograd.grad(tile, bias, upstream)
     sums = torch.zeros_like(expected)
-    add_of_block(sums, upstream, Block(Kind.FULL, 0, 1, q0, q1, k0, k1))
+    add_block_gradient(sums, upstream, Block(BlockKind.FULL, 0, 1, q0, q1, k0, k1))
     torch.testing.assert_close(sums, expected, rtol=0.0, atol=1e-14)
 
 

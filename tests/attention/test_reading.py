@@ -46,7 +46,7 @@ def legal_ends(mask):
 
 @pytest.fixture(params=[4, 1024])
 def scan(request, monkeypatch):
-    monkeypatch.setattr(reading, "SCAN", request.param)
+    monkeypatch.setattr(reading, "SCAN_TILE_SIZE", request.param)
 
 
 @pytest.mark.usefixtures("scan")
@@ -68,7 +68,7 @@ def test_barriers_and_moved_ends(seed):
             assert chunk.stop - chunk.start <= size or not sooner
             later = [end for end in [*legal, LENGTH] if chunk.stop < end <= chunk.start + size]
             assert not later  # and no shorter than it must be
-            assert {plan.holding(position) for position in range(chunk.start, chunk.stop)} == {
+            assert {plan.chunk_index(position) for position in range(chunk.start, chunk.stop)} == {
                 chunk.index
             }
         assert plan.longest == max(chunk.stop - chunk.start for chunk in plan)

@@ -20,7 +20,7 @@ from transformers import LlamaConfig
 
 import streambp
 from streambp.attention import interface
-from streambp.attention.interface import NAME, own_implementation, routed
+from streambp.attention.interface import IMPLEMENTATION_NAME, own_implementation, route_attention
 from streambp.errors import UnsupportedModelError
 from tests.families import build, make_batch
 from tests.hangs import HANG
@@ -36,12 +36,12 @@ def name_of(config):
 
 def test_the_name_is_there_within_and_the_own_one_after():
     config = LlamaConfig(attn_implementation="eager")
-    with routed([config]):
-        assert name_of(config) == NAME
+    with route_attention([config]):
+        assert name_of(config) == IMPLEMENTATION_NAME
         assert own_implementation(config) == "eager"
-        with routed([config, LlamaConfig()]):
-            assert name_of(config) == NAME
-        assert name_of(config) == NAME
+        with route_attention([config, LlamaConfig()]):
+            assert name_of(config) == IMPLEMENTATION_NAME
+        assert name_of(config) == IMPLEMENTATION_NAME
     assert (name_of(config), type(name_of(config)), own_implementation(config)) == (
         "eager",
         str,
@@ -56,51 +56,51 @@ def test_threads_leave_in_any_order():
     second_entered, first_left = threading.Event(), threading.Event()
 
     def first():
-        with routed([config]):
+        with route_attention([config]):
             assert second_entered.wait(HANG)
         first_left.set()
 
     def second():
-        with routed([config]):
+        with route_attention([config]):
             second_entered.set()
             assert first_left.wait(HANG)
             return name_of(config), own_implementation(config)
 
     with ThreadPoolExecutor(2) as pool:
         futures = [pool.submit(second), pool.submit(first)]
-        assert futures[0].result() == (NAME, "sdpa")
+        assert futures[0].result() == (IMPLEMENTATION_NAME, "sdpa")
         futures[1].result()
     assert name_of(config) == "sdpa"
 
 
 def test_an_exception_gives_the_own_name_back():
     config = LlamaConfig(attn_implementation="sdpa")
-    with contextlib.suppress(ValueError), routed([config]), routed([config]):
+    with contextlib.suppress(ValueError), route_attention([config]), route_attention([config]):
         raise ValueError
     assert name_of(config) == "sdpa"
 
 
 def test_what_is_set_meanwhile_stays():
     config = LlamaConfig(attn_implementation="sdpa")
-    with routed([config]):
+    with route_attention([config]):
         config._attn_implementation = "eager"
     assert name_of(config) == "eager"
 
 
 def test_copies_have_the_own_name():
     config = LlamaConfig(attn_implementation="sdpa")
-    with routed([config]):
+    with route_attention([config]):
         copies = [copy.deepcopy(config), pickle.loads(pickle.dumps(config)), copy.copy(config)]
         assert json.loads(config.to_json_string()) == json.loads(
             LlamaConfig(attn_implementation="sdpa").to_json_string()
         )
     assert [name_of(c) for c in copies[:2]] == ["sdpa", "sdpa"]
-    with routed([copies[2]]):  # a shallow copy has the name of that moment
+    with route_attention([copies[2]]):  # a shallow copy has the name of that moment
         pass
     assert name_of(copies[2]) == name_of(config) == "sdpa"
     nameless = LlamaConfig()
     nameless._attn_implementation_internal = None
-    with routed([nameless]):
+    with route_attention([nameless]):
         assert name_of(copy.deepcopy(nameless)) is None
 
 
@@ -192,7 +192,7 @@ def test_a_thread_beside_ours_attends_as_its_config_says():
     entered, release = threading.Event(), threading.Event()
 
     def stream():
-        with routed([models[0].config]):
+        with route_attention([models[0].config]):
             entered.set()
             assert release.wait(HANG)
 

@@ -15,10 +15,10 @@ import torch
 from transformers import LlamaConfig
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-from streambp.attention.interface import routed
+from streambp.attention.interface import route_attention
 from streambp.attention.mask_scan import move_ends
 from streambp.attention.masks import DenseMask, LazyMask, resolve
-from streambp.attention.spans import GRID, Kind, Run, Spans, Tiling
+from streambp.attention.spans import BLOCK_LENGTH_MULTIPLE, BlockKind, QueryRun, Spans, Tiling
 from streambp.chunks import Barrier, ChunkPlan
 from streambp.errors import UnsupportedMaskError
 from tests.seeds import seed_of
@@ -37,11 +37,14 @@ def random_row(draw):
         ends = sorted(
             {0, LENGTH, *(draw.randrange(1, LENGTH) for _ in range(draw.randrange(1, 6)))}
         )
-        return tuple(Run(a, b, a) for a, b in itertools.pairwise(ends))
+        return tuple(QueryRun(a, b, a) for a, b in itertools.pairwise(ends))
     first, last = (
         (draw.randrange(0, 9), draw.randrange(15, LENGTH + 1)) if kind == "padded" else (0, LENGTH)
     )
-    return (Run(first, last, first), *([Run(last, LENGTH, first, last)] if last < LENGTH else []))
+    return (
+        QueryRun(first, last, first),
+        *([QueryRun(last, LENGTH, first, last)] if last < LENGTH else []),
+    )
 
 
 def allowed_pairs(spans):
@@ -60,7 +63,7 @@ def counted_pairs(block):
     query, key = torch.arange(block.q0, block.q1)[:, None], torch.arange(block.k0, block.k1)
     causal = key <= query
     window = key > query - block.window if block.window is not None else torch.ones_like(causal)
-    if block.kind is Kind.VARLEN:
+    if block.kind is BlockKind.VARLEN:
         counts = torch.zeros(block.q1 - block.q0, block.k1 - block.k0, dtype=torch.bool)
         for i in range(len(block.cu_q) - 1):
             region = (
@@ -72,16 +75,16 @@ def counted_pairs(block):
             distance = torch.arange(q_len)[:, None] + offset - torch.arange(k_len)
             counts[region] = (distance >= 0) & (distance < (block.window or LENGTH))
         return counts.long()
-    if block.kind is Kind.WINDOW:
+    if block.kind is BlockKind.WINDOW:
         assert block.q1 == block.k1
-    if block.kind is Kind.CAUSAL:
+    if block.kind is BlockKind.CAUSAL:
         assert block.k0 <= block.q0
         assert block.q1 == block.k1
     rule = {
-        Kind.FULL: torch.ones_like(causal),
-        Kind.CAUSAL: causal,
-        Kind.BAND: window,
-        Kind.WINDOW: causal & window,
+        BlockKind.FULL: torch.ones_like(causal),
+        BlockKind.CAUSAL: causal,
+        BlockKind.BAND: window,
+        BlockKind.WINDOW: causal & window,
     }
     return rule[block.kind].long()
 
@@ -101,19 +104,29 @@ TILINGS = [
         masked=Tiling(q_block=3),
         native_varlen=True,
     ),
-    Tiling(min_tokens=2, k_block=GRID, tail=Tiling(), native_window=True),
+    Tiling(min_tokens=2, k_block=BLOCK_LENGTH_MULTIPLE, tail=Tiling(), native_window=True),
 ]
 
 
 def test_few_lengths_for_every_length():
-    tiling = Tiling(min_tokens=256, k_block=4 * GRID)
+    tiling = Tiling(min_tokens=256, k_block=4 * BLOCK_LENGTH_MULTIPLE)
     lengths, remainders = set(), set()
     for length in (1, 255, 256, 257, 8191, 8192, 8193, 20_000, 65_536, 65_537, 123_457, 1_000_003):
         sizes = [k1 - k0 for k0, k1 in tiling.keys(7, 7 + length)]
         assert sum(sizes) == length
         lengths |= {size for size in sizes if tiling.takes(size)}
         remainders |= {size for size in sizes if not tiling.takes(size)}
-    assert lengths <= {256, 512, 1024, 2048, 4096, GRID, 2 * GRID, 3 * GRID, 4 * GRID}
+    assert lengths <= {
+        256,
+        512,
+        1024,
+        2048,
+        4096,
+        BLOCK_LENGTH_MULTIPLE,
+        2 * BLOCK_LENGTH_MULTIPLE,
+        3 * BLOCK_LENGTH_MULTIPLE,
+        4 * BLOCK_LENGTH_MULTIPLE,
+    }
     assert max(remainders) < 256
 
 
@@ -130,7 +143,7 @@ def test_blocks_cover_each_pair_once(window, tiling):
         for start in range(0, LENGTH, size):
             for block in spans.blocks(start, min(start + size, LENGTH), tiling):
                 assert start <= block.q0 < block.q1 <= start + size
-                if block.kind is Kind.CAUSAL and not any(
+                if block.kind is BlockKind.CAUSAL and not any(
                     t.bottom_right for t in (tiling, tiling.tail or tiling)
                 ):
                     assert block.k0 == block.q0, (
@@ -154,7 +167,7 @@ def describe_mask(window=None, position_ids=None, padding=None, is_causal=True):
         "past_key_values": None,
         "position_ids": position_ids,
     }
-    with routed([config]):
+    with route_attention([config]):
         lazy = make(**arguments)
     return lazy, make(**arguments)
 
@@ -242,7 +255,7 @@ def test_cu_seq_lens():
     lazy, _ = describe_mask(padding=torch.ones(1, LENGTH))
     ends = torch.tensor([0, 9, 12, LENGTH], dtype=torch.int32)
     spans = resolve(lazy, 1, LENGTH, None, ends, CPU)
-    assert spans.rows == ((Run(0, 9, 0), Run(9, 12, 9), Run(12, LENGTH, 12)),)
+    assert spans.rows == ((QueryRun(0, 9, 0), QueryRun(9, 12, 9), QueryRun(12, LENGTH, 12)),)
     with pytest.raises(UnsupportedMaskError, match="must rise from 0"):
         resolve(describe_mask()[0], 1, LENGTH, None, ends + 1, CPU)
 
@@ -257,7 +270,7 @@ def test_cu_seq_lens_that_end_before_the_sequence_name_the_remedy(rows, names_it
     longer = torch.cat([ends, ends.new_tensor([LENGTH])])
     spans = resolve(describe_mask()[0], 1, LENGTH, None, longer, CPU)
     assert spans.rows == (
-        (Run(0, 9, 0), Run(9, LENGTH - 3, 9), Run(LENGTH - 3, LENGTH, LENGTH - 3)),
+        (QueryRun(0, 9, 0), QueryRun(9, LENGTH - 3, 9), QueryRun(LENGTH - 3, LENGTH, LENGTH - 3)),
     )
 
 

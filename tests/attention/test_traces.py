@@ -11,26 +11,26 @@ import torch
 import transformers
 
 from streambp.attention import prefix
-from streambp.attention.spans import Kind
+from streambp.attention.spans import BlockKind
 from streambp.errors import UnsupportedModelError
-from streambp.model.describe import BLOCKS
+from streambp.model.describe import BLOCK_TEXTS
 from tests.attention.traces import LENGTH, MACHINES, MODELS, trace
 from tests.tiers import thinned
 from tests.versions import needs_indexers
 
 C, F, E, M = "cudnn", "flash", "efficient", "math"
-NATIVE = {(64, 64), (128, 128), (192, 128), (256, 256)}
-SPARSE = ("DeepSeek V3.2", "GLM 5")  # of 2,048 picked keys
-REFUSED = "DeepSeek V4"
+NATIVE_HEAD_SIZES = {(64, 64), (128, 128), (192, 128), (256, 256)}
+SPARSE_MODELS = ("DeepSeek V3.2", "GLM 5")  # of 2,048 picked keys
+REFUSED_MODEL = "DeepSeek V4"
 SOFTCAP = "Gemma 2"
 # What attends the prefixes of whole chunks on an H200; elsewhere it is FlashAttention or what is
 # named.
-FIRST = {"Gemma 4": E, SOFTCAP: M}
+FIRST_KERNELS = {"Gemma 4": E, SOFTCAP: M}
 
 
 def first_kernel(name, machine):
-    if name in FIRST:
-        return M if machine == "MI300" and FIRST[name] == E else FIRST[name]
+    if name in FIRST_KERNELS:
+        return M if machine == "MI300" and FIRST_KERNELS[name] == E else FIRST_KERNELS[name]
     wide = name in ("Qwen3.5", "Qwen3.5 MoE", "Qwen3-Next", "Gemma 3", "GLM-4.7-Flash")
     return C if machine == "H200" or (machine == "B200" and not wide) else F
 
@@ -42,28 +42,28 @@ def check(name, machine, length=LENGTH):
     assert length < LENGTH or not run.large  # shorter ones are no longer than other sizes
     for call in run.calls:  # no operator says so without data
         if call.kernel == C:
-            assert call.sizes in NATIVE
+            assert call.sizes in NATIVE_HEAD_SIZES
         if call.kernel == F:
             assert call.sizes[0] == call.sizes[1] <= 256
     plain = [call for call in run.calls if call.kernel == M]
     # head sizes that no other kernel takes
-    nothing_else = {call.sizes for call in plain if call.kind is Kind.FULL}
+    nothing_else = {call.sizes for call in plain if call.kind is BlockKind.FULL}
     assert ("because" in description) == bool(nothing_else)
     assert ("plain products" in description) == bool(plain)
     assert all(
-        f"plain products for {BLOCKS[call.kind]}" in description
+        f"plain products for {BLOCK_TEXTS[call.kind]}" in description
         for call in plain
         if call.sizes not in nothing_else
     )
-    if name in SPARSE:
-        assert run.kernels(Kind.MASK) == {M}
+    if name in SPARSE_MODELS:
+        assert run.kernels(BlockKind.MASK) == {M}
         assert all(
             "its indexer's picks are kept, 8,192 bytes a token" in layer.reason
             for layer in run.described.layers
         )
     else:
-        assert run.kernels(Kind.FULL) - {F, M} <= {first_kernel(name, machine)}
-        assert first_kernel(name, machine) in run.kernels(Kind.FULL)
+        assert run.kernels(BlockKind.FULL) - {F, M} <= {first_kernel(name, machine)}
+        assert first_kernel(name, machine) in run.kernels(BlockKind.FULL)
     assert all(layer.path == "streams" for layer in run.described.layers)
     return run
 
@@ -84,7 +84,7 @@ def test_latent_attention_is_padded_elsewhere():
 def test_head_sizes_beyond_flash_attention():
     """Gemma 4: sliding layers of 256, global ones of 512."""
     run = check("Gemma 4", "H200")
-    assert {(call.kernel, call.sizes) for call in run.calls if call.kind is Kind.WINDOW} == {
+    assert {(call.kernel, call.sizes) for call in run.calls if call.kind is BlockKind.WINDOW} == {
         (F, (256, 256))
     }
     assert {call.sizes for call in run.calls if call.kernel == E} == {(512, 512)}
@@ -109,7 +109,7 @@ def test_windows_without_a_kernel_for_them_are_named():
 
 @pytest.mark.fast(3)
 @needs_indexers
-@pytest.mark.parametrize("name", thinned(SPARSE, lambda name: name == "GLM 5"))
+@pytest.mark.parametrize("name", thinned(SPARSE_MODELS, lambda name: name == "GLM 5"))
 def test_keys_that_an_indexer_picks(name):
     run = check(name, "H200", 8192 + 256)
     assert (
@@ -123,24 +123,24 @@ def test_keys_that_an_indexer_picks(name):
 )
 def test_a_model_whose_attention_has_its_own_cache_is_refused():
     with pytest.raises(UnsupportedModelError, match="DeepseekV4Indexer"):
-        trace(REFUSED, "H200", 16_384)
+        trace(REFUSED_MODEL, "H200", 16_384)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("machine", MACHINES)
-@pytest.mark.parametrize("name", [name for name in MODELS if name != REFUSED])
+@pytest.mark.parametrize("name", [name for name in MODELS if name != REFUSED_MODEL])
 def test_every_model_on_every_machine(name, machine):
-    thousands = name in (SOFTCAP, *SPARSE)  # of blocks
+    thousands = name in (SOFTCAP, *SPARSE_MODELS)  # of blocks
     check(name, machine, LENGTH if not thousands or machine == "H200" else 8192)
 
 
 def unnoted(self, plan):
-    """`Prefix.note` that forgets plain products."""
+    """`Prefix.note_kernels` that forgets plain products."""
     self.kernel_uses |= {use for use in plan.kernel_uses if use.kernel != M}
 
 
 def with_a_mask(self, plan):
-    """`Prefix.note` beside which a [T, T] mask is made."""
+    """`Prefix.note_kernels` beside which a [T, T] mask is made."""
     torch.empty(self.length, self.length, dtype=torch.bool, device="meta")
     self.kernel_uses |= plan.kernel_uses
 
@@ -152,6 +152,6 @@ def with_a_mask(self, plan):
     ids=["unnamed", "[T, T]"],
 )
 def test_a_mutant_is_seen(name, machine, length, note, monkeypatch):
-    monkeypatch.setattr(prefix.Prefix, "note", note)
+    monkeypatch.setattr(prefix.Prefix, "note_kernels", note)
     with pytest.raises(AssertionError):
         check(name, machine, length)

@@ -22,7 +22,7 @@ from transformers import AutoConfig
 
 import streambp
 from streambp.attention import backend, kernels, kernels_wide
-from streambp.attention.spans import Kind
+from streambp.attention.spans import BlockKind
 from streambp.errors import StreamBPError
 from streambp.model.describe import Description
 from streambp.planner.count import StepCount, tensors
@@ -66,12 +66,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Attended:
+class TracedAttention:
     """One call of a kernel: its name, the block's kind, and the head sizes D and D_v that it was
     given."""
 
     kernel: str
-    kind: Kind
+    kind: BlockKind
     backward: bool
     sizes: tuple[int, int]
 
@@ -81,11 +81,11 @@ class Trace:
     """What a step did. large: shapes of [T, T] tensors or larger, and the operator that made
     them."""
 
-    calls: set[Attended]
+    calls: set[TracedAttention]
     large: set[tuple[str, tuple[int, ...]]]
     described: Description
 
-    def kernels(self, *kinds: Kind) -> set[str]:
+    def kernels(self, *kinds: BlockKind) -> set[str]:
         """Names of the kernels that attended blocks of these kinds, of any if none is named."""
         return {call.kernel for call in self.calls if not kinds or call.kind in kinds}
 
@@ -112,15 +112,17 @@ class Large(StepCount):
 
 
 @contextlib.contextmanager
-def watched(platform: Any) -> Iterator[set[Attended]]:
+def watched(platform: Any) -> Iterator[set[TracedAttention]]:
     """Within, attention is chosen as on that machine; the calls of kernels."""
-    calls: set[Attended] = set()
+    calls: set[TracedAttention] = set()
 
     def recording(real, backward):
         def method(self, *args):
             q, v = (args[1], args[3]) if backward else (args[0], args[2])
             calls.add(
-                Attended(self.name, args[-1].block.kind, backward, (q.shape[-1], v.shape[-1]))
+                TracedAttention(
+                    self.name, args[-1].block.kind, backward, (q.shape[-1], v.shape[-1])
+                )
             )
             return real(self, *args)
 

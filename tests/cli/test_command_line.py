@@ -29,7 +29,7 @@ from tests.hangs import HANG
 ROOT = Path(__file__).parents[2]
 PLAN = "plan m --gpu-memory 8GiB"
 # A wrong line, and words of the one line that answers it.
-BAD = {
+INVALID_VALUES = {
     "plan": "needs MODEL and --gpu-memory", "plan m": "needs --gpu-memory", "plan --gpu-memory 8GiB": "needs MODEL",
     "plan m --gpu-memory 80": "Write 80GiB", "plan m --gpu-memory 0": "--gpu-memory is '0'",
     "plan m --gpu-memory 80X": "--gpu-memory is '80X'", "plan m --gpu-memory -1GiB": "--gpu-memory is '-1GiB'",
@@ -94,12 +94,12 @@ def run_lines(lines):
 
 
 def test_each_bad_line_gets_one_line_and_needs_no_torch():
-    results = run_lines(list(BAD))
-    assert len(results) == len(BAD) >= 65
+    results = run_lines(list(INVALID_VALUES))
+    assert len(results) == len(INVALID_VALUES) >= 65
     for line, code, message, printed, heavy in results:
         assert (code, printed, heavy, message.count("\n")) == (2, 0, [], 1), line
         assert message.startswith("streambp"), line
-        assert BAD[line] in message, line
+        assert INVALID_VALUES[line] in message, line
 
 
 def test_help_and_version_need_no_torch():
@@ -150,7 +150,7 @@ def test_code_that_comes_with_a_model_is_not_run_unasked(tmp_path, capsys):
 
 NAME = re.compile(r"(?<![\w./-])streambp(?:\.[A-Za-z_]\w*)+")
 # modules, by their own statements
-IMPORTED = re.compile(r"^\s*(?::::|from|import|python -m|.* -m) .*$", re.MULTILINE)
+IMPORT_LINE = re.compile(r"^\s*(?::::|from|import|python -m|.* -m) .*$", re.MULTILINE)
 
 
 def written_names():
@@ -164,7 +164,7 @@ def written_names():
             if isinstance(node, ast.Constant) and isinstance(node.value, str)
         )
         texts += [text for text in strings if " " in text]  # others are module names
-    return sorted({name for text in texts for name in NAME.findall(IMPORTED.sub("", text))})
+    return sorted({name for text in texts for name in NAME.findall(IMPORT_LINE.sub("", text))})
 
 
 def test_every_name_that_is_written_resolves_after_import_streambp_alone():
@@ -190,11 +190,14 @@ def test_every_name_that_is_written_resolves_after_import_streambp_alone():
     assert [case for case in wrong if case[1] != "MissingLibraryError"] == []
 
 
-@pytest.mark.parametrize("library", [*libraries.EXTRAS, *libraries.PROGRAMS])
+@pytest.mark.parametrize("library", [*libraries.EXTRAS, *libraries.PROGRAM_DISTRIBUTIONS])
 def test_a_library_that_is_not_installed_gets_the_one_message(library, monkeypatch):
     monkeypatch.setitem(sys.modules, library, None)
     message = rf"^{library} is not installed. Install it: pip install "
-    with pytest.raises(MissingLibraryError, match=message) as error, libraries.required(library):
+    with (
+        pytest.raises(MissingLibraryError, match=message) as error,
+        libraries.require_library(library),
+    ):
         importlib.import_module(library)
     requirement = str(error.value).rpartition(" ")[2].rstrip(".")
     if library in libraries.EXTRAS:
@@ -205,7 +208,7 @@ def test_a_library_that_is_not_installed_gets_the_one_message(library, monkeypat
 
 def test_another_librarys_absence_is_not_renamed(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets_of_nobody", None)
-    with pytest.raises(ModuleNotFoundError) as error, libraries.required("trl"):
+    with pytest.raises(ModuleNotFoundError) as error, libraries.require_library("trl"):
         importlib.import_module("datasets_of_nobody")
     assert not isinstance(error.value, MissingLibraryError)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from tests.cli.test_command_line import PLAN, run_lines
 
 # A wrong line, and words of the one line that answers it.
-WRONG = {
+INVALID_LINES = {
     "plan m --gpu-memory 24GBs": "text of a number and a unit",
     "plan m --gpu-memory 24 GiB": "Write 24GiB", "plan m --gpu-memory=": "--gpu-memory is ''",
     f"{PLAN} --host-memory -1GiB": "--host-memory is '-1GiB'",
@@ -42,10 +42,10 @@ WRONG = {
 
 
 def test_each_wrong_line_of_a_plan_gets_one_line():
-    results = run_lines(list(WRONG))
-    assert len(results) == len(WRONG) > 40
+    results = run_lines(list(INVALID_LINES))
+    assert len(results) == len(INVALID_LINES) > 40
     for line, code, message, printed, heavy in results:
         assert (code, printed, heavy, message.count("\n")) == (2, 0, [], 1), line
         assert message.startswith("streambp"), line
-        assert WRONG[line] in message, (line, message)
+        assert INVALID_LINES[line] in message, (line, message)
         assert "no verdict" not in message, line

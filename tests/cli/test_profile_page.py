@@ -14,8 +14,15 @@ import torch
 
 from streambp import cli
 from streambp.cli import profile_page as module
-from streambp.cli.profile_page import GIB, HEIGHT, MIB, MOST_LINES, WIDTH, profile_page
-from streambp.planner.measure import Compared
+from streambp.cli.profile_page import (
+    GIB,
+    MAX_GRID_LINES,
+    MIB,
+    PICTURE_HEIGHT,
+    PICTURE_WIDTH,
+    profile_page,
+)
+from streambp.planner.measure import PhaseComparison
 from tests.families import build
 from tests.planner.browser import BROWSER, DRIVER, opened
 from tests.seeds import seeded
@@ -37,7 +44,7 @@ def rows(layers=LAYERS):
     names = ["embedding", *(f"forward {n}" for n in range(layers)), "head", "head backward"]
     names += [*(f"backward {n}" for n in reversed(range(layers))), "embedding backward"]
     values = torch.rand(2, len(names), generator=seeded(), dtype=torch.float64) * 2**34
-    return [Compared(name, *values[:, n].tolist()) for n, name in enumerate(names)]
+    return [PhaseComparison(name, *values[:, n].tolist()) for n, name in enumerate(names)]
 
 
 def picture(text):
@@ -60,11 +67,11 @@ def check(text, compared_rows):
     paths = {path.get("class"): path for path in picture(text).iter("path")}
     top = scale(text)[0]
     for kind in ("measured", "predicted"):
-        expected = [HEIGHT * (1 - getattr(row, kind) / top) for row in compared_rows]
+        expected = [PICTURE_HEIGHT * (1 - getattr(row, kind) / top) for row in compared_rows]
         assert heights(paths[kind]) == pytest.approx(expected, abs=0.01)
         ends = [float(x) for x in re.findall(r"H(\S+)", paths[kind].get("d"))]
         assert ends == sorted(ends)
-        assert ends[-1] == pytest.approx(WIDTH, abs=0.01)
+        assert ends[-1] == pytest.approx(PICTURE_WIDTH, abs=0.01)
 
 
 def test_lines_are_the_phases_bytes():
@@ -74,7 +81,7 @@ def test_lines_are_the_phases_bytes():
 
 def test_a_swapped_pair_is_found():
     compared_rows = rows()
-    swapped = [Compared(row.phase, row.measured, row.predicted) for row in compared_rows]
+    swapped = [PhaseComparison(row.phase, row.measured, row.predicted) for row in compared_rows]
     with pytest.raises(AssertionError):
         check(profile_page(swapped, "a model", 4096, 512), compared_rows)
 
@@ -94,9 +101,9 @@ def test_scale_legend_and_table():
 
 @pytest.mark.parametrize("peak", [0.0, 3e4, 0.37 * MIB, 5 * MIB, 77.4 * MIB, 1.01 * GIB, 5e11])
 def test_the_scale_is_round_and_has_room_for_the_peak(peak):
-    text = profile_page([Compared("head", peak, peak / 2)], "a model", 64, 16)
+    text = profile_page([PhaseComparison("head", peak, peak / 2)], "a model", 64, 16)
     values = scale(text)
-    assert 2 <= len(values) <= MOST_LINES + 2
+    assert 2 <= len(values) <= MAX_GRID_LINES + 2
     assert values[0] >= peak
     assert values[-1] == 0.0
     assert peak == 0.0 or values[1] < peak
@@ -112,7 +119,7 @@ def test_backward_has_one_band_behind_its_phases():
         for r in picture(profile_page(rows(), "m", 64, 16)).iter("rect")
         if r.get("class") == "band"
     ]
-    step = WIDTH / len(rows())
+    step = PICTURE_WIDTH / len(rows())
     assert float(band.get("x")) == pytest.approx((LAYERS + 3) * step, abs=0.01)
     assert float(band.get("width")) == pytest.approx(LAYERS * step, abs=0.01)
 

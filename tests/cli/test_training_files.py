@@ -51,7 +51,11 @@ deepspeed_config:
   zero_stage: 3
   offload_optimizer_device: cpu
 """
-FULL = {"model_name_or_path": "Qwen/Qwen3-8B", "max_length": 4096, "fsdp": "full_shard"}
+FULL_TUNING_SETTINGS = {
+    "model_name_or_path": "Qwen/Qwen3-8B",
+    "max_length": 4096,
+    "fsdp": "full_shard",
+}
 FILES = {
     "trl.yaml": (
         TRL,
@@ -63,7 +67,8 @@ FILES = {
         {"seq_len": 32768, "lora": 8, "bits": 4, "lora_targets": "q_proj,v_proj", "zero": 2,
          "accumulate": False, "optimizer_on_host": True},
     ),
-    "args.json": (json.dumps(FULL), {"seq_len": 4096, "full": True, "lora": None, "zero": 3}),
+    "args.json": (json.dumps(FULL_TUNING_SETTINGS),
+        {"seq_len": 4096, "full": True, "lora": None, "zero": 3}),
 }  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """One rank of a two-rank run, as `tests/distributed/worker.py`, of encoders and encoder-decoders.
 
-The case's "model" is a name in `MAKE`.
+The case's "model" is a name in `MODEL_BUILDERS`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def modernbert():
     )
 
 
-MAKE = {
+MODEL_BUILDERS = {
     "bert": bert,
     "modernbert": modernbert,
     "bart": lambda: BartForConditionalGeneration(BartConfig(**BART)),
@@ -59,7 +59,7 @@ MAKE = {
 
 def model_for(case, seed=0):
     seed_torch(seed)
-    return MAKE[case["model"]]().train()
+    return MODEL_BUILDERS[case["model"]]().train()
 
 
 def main():

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 LENGTH, STEPS, SAVED_AT, CHUNKS = 24, 3, 2, (5, 7, 3, 12)
 FSDP2 = {"version": 2, "transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer"]}
-WHOLE = ("ddp", "fsdp2")  # engines that split no sequence
+UNSPLIT_ENGINES = ("ddp", "fsdp2")  # engines that split no sequence
 
 
 class InFloat64:
@@ -72,7 +72,7 @@ def create_trainer(objective, run_name, folder, world_size):
         settings |= {"use_cpu": True, "ddp_backend": "gloo"}
     else:
         settings |= {"fsdp": "full_shard", "fsdp_config": FSDP2}
-    if engine not in WHOLE and run_name != "alone":
+    if engine not in UNSPLIT_ENGINES and run_name != "alone":
         settings["parallelism_config"] = ParallelismConfig(
             cp_size=world_size // replicas, dp_shard_size=replicas
         )
@@ -156,7 +156,7 @@ def train(folder, objective, run_name, world_size):
             mutate(monkeypatch)
         lift_float32_casts(monkeypatch)
         monkeypatch.setattr("trl.kernels.chunked_logprob.torch", InFloat64())
-        if run_name.startswith("stock") and not run_name.endswith(WHOLE):
+        if run_name.startswith("stock") and not run_name.endswith(UNSPLIT_ENGINES):
             stack.enter_context(ring_on_cpu.enabled())
         trainer = create_trainer(objective, run_name, folder, world_size)
         engines = stack.enter_context(engines_seen())

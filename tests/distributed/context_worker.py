@@ -23,12 +23,12 @@ from torch.distributed.tensor.experimental._attention import set_rotate_method
 from torch.nn.functional import pad
 
 import streambp
-from streambp.attention.spans import Kind, Tiling
+from streambp.attention.spans import BlockKind, Tiling
 from streambp.errors import StreamBPError
 from streambp.known_names import GATHER, REDUCE_SCATTER
-from streambp.sharded import gathered, layer
+from streambp.sharded import gathered_keys, split_attention
 from tests.distributed import context_mutants, ring_on_cpu
-from tests.distributed.recorded import Recorded
+from tests.distributed.recorded import RecordedMode
 from tests.distributed.split_worker import (
     float64_gradients,
     gradients_of,
@@ -99,20 +99,20 @@ def record_attention(record):
 
             patch.setattr(dist, name, call)
 
-        def attend(q, layer_state, layout, chunk, *args, real=layer.attend_blocks):
+        def attend(q, kv_storage, layout, chunk, *args, real=split_attention.attend_blocks):
             for block in layout.blocks(chunk.start, chunk.stop, Tiling()):
-                assert block.kind in (Kind.FULL, Kind.CAUSAL, Kind.BAND)
+                assert block.kind in (BlockKind.FULL, BlockKind.CAUSAL, BlockKind.BAND)
                 read = sum(
                     k <= q
-                    if block.kind is Kind.CAUSAL
-                    else block.kind is Kind.FULL or k > q - block.window
+                    if block.kind is BlockKind.CAUSAL
+                    else block.kind is BlockKind.FULL or k > q - block.window
                     for q in range(block.q0, block.q1)
                     for k in range(block.k0, block.k1)
                 )
                 record["pairs"] += read * (block.b1 - block.b0) * q.shape[1]
-            return real(q, layer_state, layout, chunk, *args)
+            return real(q, kv_storage, layout, chunk, *args)
 
-        patch.setattr(layer, "attend_blocks", attend)
+        patch.setattr(split_attention, "attend_blocks", attend)
         yield
 
 
@@ -151,8 +151,8 @@ def gradients(case, rank, mesh):
     model = streambp.patch(model_for(case), config_of(case, rank))
     with pytest.MonkeyPatch.context() as patch:
         if case.get("heads") == 1:
-            patch.setattr(gathered, "ROOM", 1)
-        alike = Recorded(json.dumps(case)) if "configs" in case else contextlib.nullcontext()
+            patch.setattr(gathered_keys, "DEFAULT_KEY_BYTES", 1)
+        alike = RecordedMode(json.dumps(case)) if "configs" in case else contextlib.nullcontext()
         with (
             split(mesh, batch, case),
             record_attention(record),

@@ -3,10 +3,10 @@ a rank decides alone]
 
 python -m tests.distributed.decisions RANK PORT '[{"engine": "zero-3", "decisions": ["short", "lazy, read"]}, ...]' RANKS
 
-Each case trains STEPS steps under an engine, patched and unpatched, on the same batches; `Recorded`
-raises at the first collective that another rank does not issue. A case's "changes" are of the
-model, as in engines.py. Its "mutant" takes a cure away; on the rank "fails_in_a_trial" the second
-layer raises in each trial.
+Each case trains STEPS steps under an engine, patched and unpatched, on the same batches;
+`RecordedMode` raises at the first collective that another rank does not issue. A case's "changes"
+are of the model, as in engines.py. Its "mutant" takes a cure away; on the rank "fails_in_a_trial"
+the second layer raises in each trial.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from torch.distributed.fsdp import FSDPModule
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import streambp
-from streambp.admission import checkpointed
+from streambp.admission import layer_checkpoint
 from streambp.distributed.engines import EngineOwnership
 from streambp.head.log_probs import HeadInputs
 from streambp.layer import gradients
 from streambp.lazy.head import LazyHead
-from streambp.model import deferring, state, unpatched, wrappers
+from streambp.model import head_deferral, state, unpatched, wrappers
 from streambp.prefixes import calls
 from tests.distributed import engines as adapters
-from tests.distributed.recorded import Recorded
+from tests.distributed.recorded import RecordedMode
 from tests.distributed.watch import engines_seen
-from tests.distributed.worker import DONE, distance
+from tests.distributed.worker import ROW_PREFIX, distance
 from tests.families import make_batch
 
 STEPS = (
     2  # the first is looked at, and ZeRO-3 writes down its order of gathers; the second is decided
 )
-SECONDS = 60  # of a case; then a rank that hangs says where, and ends
+CASE_TIMEOUT_SECONDS = 60  # of a case; then a rank that hangs says where, and ends
 ENGINES = {
     "ddp": (adapters.DDP, {}), "fsdp2": (adapters.FSDP2, {}),
     **{f"zero-{stage}": (adapters.DeepSpeed, {"stage": stage}) for stage in (1, 2)},
@@ -136,8 +136,8 @@ class Decision:
 
 
 AUTO, SHARES, PACKS = {"saves": "auto"}, {"rows": "packed"}, {"rows": "auto"}
-EVERY = tuple(ENGINES)
-HELD = ("fsdp2", "zero-3")
+ALL_ENGINES = tuple(ENGINES)
+ENGINES_HOLDING_HEADS = ("fsdp2", "zero-3")
 DECISIONS = {
     "chunks": Decision({"saves": ()}),
     "saves": Decision({"saves": ("attn_out", "kv", "mlp.gate_proj"), "offload": "cpu"}),
@@ -147,7 +147,8 @@ DECISIONS = {
     "let go": Decision(
         {**AUTO, "unpatched_runs": False}, True, between=lambda s: s.pending.drop_saves and s.pending.drop_saves()
     ),
-    "a hook mixes": Decision({"saves": ()}, prepare=mixed, says=tuple((name, "checkpoint") for name in EVERY)),
+    "a hook mixes": Decision({"saves": ()}, prepare=mixed,
+        says=tuple((name, "checkpoint") for name in ALL_ENGINES)),
     "lazy, unread": Decision({"lazy_logits": True}),
     "lazy, read": Decision({"lazy_logits": True}, loss=read_logits),
     "own loss": Decision({}, loss=own_loss),
@@ -160,17 +161,17 @@ DECISIONS = {
     "shares, mask": Decision(SHARES, batch="shared", masked=True),
     "one row": Decision(SHARES, rows=1),
 }  # fmt: skip
-COMPUTED = tuple((name, "were computed as") for name in EVERY)
-AS_GIVEN = tuple((name, "rows: computed as given: ") for name in EVERY)
+COMPUTED_MESSAGES = tuple((name, "were computed as") for name in ALL_ENGINES)
+ROWS_MESSAGES = tuple((name, "rows: computed as given: ") for name in ALL_ENGINES)
 PADDING = {  # of ranks with padding and without
-    "padded": Decision(PACKS, batch="padded", says=COMPUTED),
+    "padded": Decision(PACKS, batch="padded", says=COMPUTED_MESSAGES),
     "padded, offloaded": Decision(
-        {**PACKS, "saves": ("kv",), "offload": "cpu"}, batch="padded", says=COMPUTED
+        {**PACKS, "saves": ("kv",), "offload": "cpu"}, batch="padded", says=COMPUTED_MESSAGES
     ),
     "padded, lazy": Decision({**PACKS, "lazy_logits": True}, batch="padded", loss=own_loss),
-    "padded, packed": Decision(SHARES, batch="padded", says=COMPUTED),
+    "padded, packed": Decision(SHARES, batch="padded", says=COMPUTED_MESSAGES),
     "full": Decision(PACKS, masked=True),  # of which describe says nothing
-    "full, packed": Decision(SHARES, masked=True, says=AS_GIVEN),
+    "full, packed": Decision(SHARES, masked=True, says=ROWS_MESSAGES),
     "no mask": Decision(PACKS),
 }
 EVERY_DECISION = {**DECISIONS, **PADDING}
@@ -230,7 +231,7 @@ def train(case, rank, decision, patched, name):
     """Gradients of each step and the weights at the end; how many collectives; whether something
     was raised."""
     engine, tensors, raised = make_engine(case, rank, decision, patched), {}, []
-    recorded, real = Recorded(name), unpatched.UnpatchedRuns.enter_layer
+    recorded, real = RecordedMode(name), unpatched.UnpatchedRuns.enter_layer
 
     def enter_layer(runs):
         raised.append(1)
@@ -254,11 +255,11 @@ def train(case, rank, decision, patched, name):
         if patched and case.get("fails_in_a_trial") == rank:
             patch.setattr(wrappers.LayerForward, "_call", in_layer)
         for step, batch in enumerate(batches(rank, decision)):
-            with recorded if step == 0 else Recorded(f"{name} {step}") as alike:
+            with recorded if step == 0 else RecordedMode(f"{name} {step}") as alike:
                 engine.micro_step(batch, last=True)
             recorded.issued += alike.issued if alike is not recorded else []
             tensors |= {f"{step} {key}": gradient for key, gradient in engine.gradients().items()}
-            with Recorded(f"{name} {step} stepped"):
+            with RecordedMode(f"{name} {step} stepped"):
                 engine.step()
     tensors |= {f"weight {key}": weight for key, weight in engine.weights().items()}
     assert engines == {case["engine"]}, engines
@@ -274,7 +275,11 @@ def train(case, rank, decision, patched, name):
 def projection_seen(engine, max_bytes):
     """While layers run, forward and backward: bytes of the output projection that are on this rank,
     gathered or copied."""
-    head, copies, borrow = engine.module.get_output_embeddings(), [], deferring.Borrowed.forward
+    head, copies, borrow = (
+        engine.module.get_output_embeddings(),
+        [],
+        head_deferral.BorrowWeights.forward,
+    )
     weight = next(iter(head.parameters()))
 
     def forward(ctx, lent, hidden_states):
@@ -296,7 +301,7 @@ def projection_seen(engine, max_bytes):
     handles = [layer.register_forward_pre_hook(record_bytes) for layer in layers]
     handles += [layer.post_attention_layernorm.weight.register_hook(reached) for layer in layers]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(deferring.Borrowed, "forward", staticmethod(forward))
+        patch.setattr(head_deferral.BorrowWeights, "forward", staticmethod(forward))
         yield
     for handle in handles:
         handle.remove()
@@ -313,16 +318,16 @@ def begun_again():
 
 def reads_the_weight():
     """A2: the projection's weight is looked at outside of its own forward."""
-    real = deferring.HeldHead.install
-    return [(deferring.HeldHead, "install", lambda head: (head._head[0].weight, real(head)))]
+    real = head_deferral.HeldHead.install
+    return [(head_deferral.HeldHead, "install", lambda head: (head._head[0].weight, real(head)))]
 
 
 def gathers_where_used():
     """A3: each result of the logits asks the engine for the weights."""
-    heads, forward, products = [], deferring.HeldHead.forward, LazyHead.products
+    heads, forward, products = [], head_deferral.HeldHead.forward, LazyHead.products
     return [
         (
-            deferring.HeldHead,
+            head_deferral.HeldHead,
             "forward",
             lambda head, x: (heads.append(head._head[0]), forward(head, x))[1],
         ),
@@ -340,7 +345,7 @@ def stops_in_a_trial():
     return [
         (
             wrappers.LayerForward,
-            "_on_trial",
+            "_call_in_trial",
             lambda layer, _, args, kwargs: layer._call(args, kwargs),
         )
     ]
@@ -350,8 +355,8 @@ def gradients_as_they_come():
     """A layer that runs whole gives its gradients one by one."""
     return [
         (
-            checkpointed,
-            "_as_one",
+            layer_checkpoint,
+            "_join_gradients",
             lambda layer_state, args, kwargs: (contextlib.nullcontext(), args, kwargs),
         )
     ]
@@ -424,7 +429,7 @@ def run(case, rank, number):
     row["error"], row["projection unpatched"] = distance(tensors, stock[0]), stock[2]["projection"]
     messages = [text for engine, text in decision.says if engine == case["engine"]]
     # no other rank tries that kind of call
-    one_rank_tests = case["engine"] in HELD and "no mask" in case["decisions"]
+    one_rank_tests = case["engine"] in ENGINES_HOLDING_HEADS and "no mask" in case["decisions"]
     messages = (
         ["a mask on some"]
         if messages and decision.batch == "padded" and one_rank_tests
@@ -454,18 +459,18 @@ def main():
         DS_ACCELERATOR="cpu",
     )
     torch.set_num_threads(1)
-    patience = datetime.timedelta(seconds=SECONDS / 2)
+    patience = datetime.timedelta(seconds=CASE_TIMEOUT_SECONDS / 2)
     dist.init_process_group("gloo", rank=rank, world_size=size, timeout=patience)
     if any(case["engine"].startswith("zero") for case in cases):
         import deepspeed
 
         deepspeed.init_distributed("gloo", rank=rank, world_size=size, timeout=patience)
     for number, case in enumerate(cases):
-        faulthandler.dump_traceback_later(2 * SECONDS, exit=True)
+        faulthandler.dump_traceback_later(2 * CASE_TIMEOUT_SECONDS, exit=True)
         row = run(case, rank, number)
         rows = [None] * size
         dist.all_gather_object(rows, row)
-        print(DONE + json.dumps({"case": case, "ranks": rows}), flush=True)
+        print(ROW_PREFIX + json.dumps({"case": case, "ranks": rows}), flush=True)
     faulthandler.cancel_dump_traceback_later()
     dist.barrier()
     dist.destroy_process_group()

@@ -28,7 +28,7 @@ from tests.layer.test_packed_experts import EXPERTS, pack
 from tests.seeds import seed_torch
 
 # where errors of bfloat16 are compared: one draw of a noise says little
-WIDER = {"hidden_size": 64, "num_hidden_layers": 3}
+WIDE_SIZES = {"hidden_size": 64, "num_hidden_layers": 3}
 
 
 def model_for(case, seed=0):
@@ -42,7 +42,7 @@ def model_for(case, seed=0):
             config_class(**{**SIZES, **extra, "pad_token_id": None}, attn_implementation="sdpa")
         ).train()
     if case.get("dtype"):
-        changes = {**changes, **WIDER}
+        changes = {**changes, **WIDE_SIZES}
     if name not in FAMILIES:
         changes = {**changes, "output_router_logits": True} if case.get("router") else changes
         model = zoo.build(name, torch.float32, seed, **changes)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from streambp.distributed.ulysses import SplitOver
+from streambp.distributed.ulysses import SplitGroup
 from streambp.model import causal_lm, split, wrappers
 
 
@@ -15,7 +15,7 @@ def give_back(received, sent, group=None):
 
 
 def split_over_one_rank(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(split, "find_ulysses", lambda implementation: SplitOver(None))
+    patch.setattr(split, "find_ulysses", lambda implementation: SplitGroup(None))
     for module in (causal_lm, wrappers):
         patch.setattr(module, "is_initialized", lambda: True)
     patch.setattr(dist, "all_to_all_single", give_back)

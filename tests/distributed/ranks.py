@@ -30,11 +30,11 @@ from unittest import mock
 
 import pytest
 
-from tests.distributed.worker import DONE, SECONDS
+from tests.distributed.worker import CASE_TIMEOUT_SECONDS, ROW_PREFIX
 from tests.hangs import HANG
 
-SAY_WHERE = getattr(signal, "SIGUSR1", None)  # Windows has none
-SECONDS_TO_SAY = 2
+TRACEBACK_SIGNAL = getattr(signal, "SIGUSR1", None)  # Windows has none
+TRACEBACK_SECONDS = 2
 
 
 def run(engine, cases):
@@ -45,9 +45,16 @@ def run(engine, cases):
     if any(case.get("lora") for case in cases):
         pytest.importorskip("peft", reason="peft is not installed")
     outputs, _ = launch(
-        "tests.distributed.worker", engine, json.dumps(cases), seconds=SECONDS * len(cases) + 60
+        "tests.distributed.worker",
+        engine,
+        json.dumps(cases),
+        seconds=CASE_TIMEOUT_SECONDS * len(cases) + 60,
     )
-    rows = [line.removeprefix(DONE) for line in outputs[0].splitlines() if line.startswith(DONE)]
+    rows = [
+        line.removeprefix(ROW_PREFIX)
+        for line in outputs[0].splitlines()
+        if line.startswith(ROW_PREFIX)
+    ]
     if len(rows) < len(cases):
         raise AssertionError("\n".join(output[-4000:] for output in outputs))
     results = [json.loads(row) for row in rows]
@@ -132,18 +139,18 @@ def as_program(module: str, arguments: tuple[str, ...], output: Path) -> None:
     with output.open("w") as file:
         for printed in (1, 2):
             os.dup2(file.fileno(), printed)
-    if SAY_WHERE is not None:
-        faulthandler.register(SAY_WHERE)
+    if TRACEBACK_SIGNAL is not None:
+        faulthandler.register(TRACEBACK_SIGNAL)
     sys.argv = [module, *arguments]
     importlib.import_module(module).main()
 
 
 def say_where(process: Any) -> None:
     """A rank whose time is over prints what its threads are in."""
-    if SAY_WHERE is None or process.pid is None or not process.is_alive():
+    if TRACEBACK_SIGNAL is None or process.pid is None or not process.is_alive():
         return
-    os.kill(process.pid, SAY_WHERE)
-    process.join(timeout=SECONDS_TO_SAY)
+    os.kill(process.pid, TRACEBACK_SIGNAL)
+    process.join(timeout=TRACEBACK_SECONDS)
 
 
 def launch(module, *arguments, ranks=2, seconds):

@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import _get_default_store, _resolve_proc
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-SECONDS = 20  # that a rank waits for another
+RANK_TIMEOUT_SECONDS = 20  # that a rank waits for another
 COLLECTIVES = ("c10d", "_c10d_functional")
 
 
@@ -24,7 +24,7 @@ class DifferentError(AssertionError):
     """Ranks ask different things of each other."""
 
 
-class Recorded(TorchDispatchMode):
+class RecordedMode(TorchDispatchMode):
     """Within, every collective of this rank: `issued`. All ranks enter it with one name, which no
     other time had.
 
@@ -78,11 +78,11 @@ class Recorded(TorchDispatchMode):
         self.issued.append(operation)
         keys = [f"{ranks} {number} {peer}" for peer in ranks]
         try:
-            self.store.wait(keys, datetime.timedelta(seconds=SECONDS))
+            self.store.wait(keys, datetime.timedelta(seconds=RANK_TIMEOUT_SECONDS))
         except RuntimeError as error:
             raise DifferentError(
                 f"collective {number}: rank {self.rank} is at {operation}, and one of {ranks} is "
-                f"nowhere for {SECONDS} s"
+                f"nowhere for {RANK_TIMEOUT_SECONDS} s"
             ) from error
         for peer, reply in zip(ranks, self.store.multi_get(keys), strict=True):
             if reply.decode() != operation:

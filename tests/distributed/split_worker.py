@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 import streambp
 from tests import zoo
-from tests.distributed.recorded import Recorded
+from tests.distributed.recorded import RecordedMode
 from tests.distributed.traffic import Gathers
 from tests.distributed.watch import engines_seen, operations_seen
 from tests.families import FAMILIES, build, make_batch
@@ -159,7 +159,9 @@ def compare(case, rank, reference):
         )
         model = streambp.patch(model_for(case), config)
         alike = (
-            Recorded(json.dumps([case, sizes])) if "configs" in case else contextlib.nullcontext()
+            RecordedMode(json.dumps([case, sizes]))
+            if "configs" in case
+            else contextlib.nullcontext()
         )
         with alike, operations_seen() as operations:
             ours_loss, ours, counts = gradients_of(model, dict(batch), items, reduce=True)

@@ -1,7 +1,7 @@
 """Two ranks, gloo, CPU: encoders whose layers run in halves, and decoders with an encoder (T5's, too), under
 DDP, FSDP2 and ZeRO-3 against the bare engine and a single process.
 
-covers: sharded/bidirectional.py, distributed/host.py, admission/biased.py
+covers: sharded/bidirectional.py, distributed/host.py, admission/t5_bias.py
 """
 
 from __future__ import annotations
@@ -11,10 +11,15 @@ import json
 import pytest
 
 from tests.distributed.ranks import launch, need_deepspeed
-from tests.distributed.test_engines import BAR, EACH, NOTHING_CACHED
-from tests.distributed.worker import DONE, SECONDS
+from tests.distributed.test_engines import MAX_GRADIENT_ERROR, MAX_RELATIVE_ERRORS, NOTHING_CACHED
+from tests.distributed.worker import CASE_TIMEOUT_SECONDS, ROW_PREFIX
 
-BARS = {"gradients": BAR, "weights": BAR, "losses": BAR, "worst gradient": EACH}
+BARS = {
+    "gradients": MAX_RELATIVE_ERRORS,
+    "weights": MAX_RELATIVE_ERRORS,
+    "losses": MAX_RELATIVE_ERRORS,
+    "worst gradient": MAX_GRADIENT_ERROR,
+}
 # the ranks' lengths differ by 6; with "one_chunk_on" one rank's layers are not cut
 CASES = {
     "ddp": [
@@ -47,12 +52,12 @@ def test_engines(engine):
         "tests.distributed.bidirectional_worker",
         engine,
         json.dumps(cases),
-        seconds=SECONDS * len(cases) + 60,
+        seconds=CASE_TIMEOUT_SECONDS * len(cases) + 60,
     )
-    lines = [line for line in outputs[0].splitlines() if line.startswith(DONE)]
+    lines = [line for line in outputs[0].splitlines() if line.startswith(ROW_PREFIX)]
     assert len(lines) == len(cases), "\n".join(output[-4000:] for output in outputs)
     for line in lines:
-        row = json.loads(line.removeprefix(DONE))
+        row = json.loads(line.removeprefix(ROW_PREFIX))
         results = row["after"]
         assert results["paths"] == ["streams"], row
         for reference in ("unpatched", "single process"):

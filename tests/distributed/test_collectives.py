@@ -25,7 +25,7 @@ ROWS = (
     "gathers per parameter", "gathered x trainable parameters", "calls gathered", "reduced x trainable parameters",
     "calls reduced",
 )  # fmt: skip
-NEVER_MORE = {
+MAX_COLLECTIVES = {
     "ddp": ROWS,
     "fsdp": ROWS,
     "deepspeed": ("gathers per parameter", "reduced x trainable parameters"),
@@ -51,7 +51,7 @@ def test_collectives(engine):
                 row["checkpointing"]["counts"].get(name, 0),
             )
             print(f"{name:<32}", *(f"{value:>14.2f}" for value in values))
-        for name in NEVER_MORE[engine]:
+        for name in MAX_COLLECTIVES[engine]:
             assert streamed.get(name, 0) <= unpatched.get(name, 0), (case, name)
         assert streamed.get("gathers per parameter", 0) <= 2
         # Bytes of gradients on the wire: once a backward, or once an optimizer step. Buckets and

@@ -2,7 +2,7 @@
 a single process.
 
 covers: distributed/context_parallel.py, distributed/engines.py, sharded/call.py,
-sharded/gathered.py, sharded/layer.py, sharded/masks.py, sharded/shards.py, model/split.py
+sharded/gathered_keys.py, sharded/layer.py, sharded/masks.py, sharded/shards.py, model/split.py
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from tests.oracle import assert_as_precise, worst_error
 GRADIENT_BAR = 1e-10  # float64
 TRAINING_BAR = 1e-6  # float32, weights after four steps
 MODES = ("plain", "packed", "left-padded", "right-padded")
-HELD = {"saves": ["attn_out"]}
+SAVE_SETTINGS = {"saves": ["attn_out"]}
 
-FAST = {
+FAST_CASES = {
     "gradients": [
         {}, {"mode": "packed", "heads": 1, "config": {"saves": ["attn_out", "kv"], "offload": "cpu"}},
-        {"family": "gemma3", "mode": "left-padded", "config": HELD},
+        {"family": "gemma3", "mode": "left-padded", "config": SAVE_SETTINGS},
         {"family": "gpt_oss", "mode": "packed", "heads": 1},
         {"family": "qwen3_moe", "order": "consecutive", "mode": "packed"},
         {"family": "deepseek_v3", "mode": "packed"},
@@ -37,10 +37,11 @@ FAST = {
     ],
     "refused": [
         {"without": ["shift_labels"]}, {"without": ["position_ids"]}, {"outside": ["position_ids"]},
-        {"configs": [HELD, {}]}, {"length": 23}, {"family": "qwen3_next"},
+        {"configs": [SAVE_SETTINGS, {}]}, {"length": 23}, {"family": "qwen3_next"},
         *({"on rank 1": mismatch, "mode": "right-padded"} for mismatch in ("moved", "missing")),
         *({"on rank 1": mismatch} for mismatch in ("masked", "a row less")), {"mesh": [2, 1]},
-        {"configs": [{**HELD, "offload": "cpu"}, {**HELD, "offload": "cpu", "on_host_full": "recompute"}]},
+        {"configs": [{**SAVE_SETTINGS, "offload": "cpu"},
+                {**SAVE_SETTINGS, "offload": "cpu", "on_host_full": "recompute"}]},
     ],
     "training": [{"mode": "right-padded", "dtype": "float32"}],
 }  # fmt: skip
@@ -61,7 +62,7 @@ SAVES = [{"saves": saves, "offload": offload}
 
 
 ORDERS = ("head-tail", "consecutive")
-ROTATED = [
+ROTATION_CASES = [
     {"rotate": rotate, "mode": mode}
     for rotate in ("allgather", "alltoall")
     for mode in ("plain", "packed")
@@ -104,7 +105,7 @@ def settings(ranks):
             "gradients": [
                 {"stock": True, "order": order, **rotation, **size}
                 for order in ORDERS
-                for rotation in ROTATED
+                for rotation in ROTATION_CASES
             ]
         },
     )
@@ -210,15 +211,17 @@ def check(runs, ranks):
     return results
 
 
-SAME = "must be the same on all ranks"
+SAME_ON_RANKS_MESSAGE = "must be the same on all ranks"
 OTHER_ORDER = "position_ids of row"
-MESSAGES = ("without shift_labels", "position_ids are missing", OTHER_ORDER, SAME, "must divide the number of tokens",
-            "cannot stream", OTHER_ORDER, SAME, SAME, SAME, "mesh", SAME)  # fmt: skip
+MESSAGES = ("without shift_labels", "position_ids are missing", OTHER_ORDER, SAME_ON_RANKS_MESSAGE,
+    "must divide the number of tokens",
+            "cannot stream", OTHER_ORDER, SAME_ON_RANKS_MESSAGE, SAME_ON_RANKS_MESSAGE,
+            SAME_ON_RANKS_MESSAGE, "mesh", SAME_ON_RANKS_MESSAGE)  # fmt: skip
 
 
 @pytest.mark.full
 def test_context_parallelism():
-    results = check(FAST, 2)
+    results = check(FAST_CASES, 2)
     for row, message in zip(results["refused"], MESSAGES, strict=True):
         print(row)
         assert all(message in (error or "") for error in row["messages"])  # on every rank alike

@@ -1,7 +1,8 @@
 """Ranks that decide differently: all collectives alike, gradients the unpatched engine's. [Note:
 what a rank decides alone]
 
-covers: distributed/engines.py, model/deferring.py, model/state.py, admission/checkpointed.py
+covers: distributed/engines.py, model/head_deferral.py, model/state.py,
+    admission/layer_checkpoint.py
 """
 
 from __future__ import annotations
@@ -14,14 +15,23 @@ import time
 import pytest
 
 from tests.distributed import ranks
-from tests.distributed.decisions import DECISIONS, ENGINES, PADDING, SECONDS, fours, pairs
+from tests.distributed.decisions import (
+    CASE_TIMEOUT_SECONDS,
+    DECISIONS,
+    ENGINES,
+    PADDING,
+    fours,
+    pairs,
+)
 from tests.distributed.ranks import launch, need_deepspeed, result_of, run_split
 from tests.distributed.recorded import DifferentError
-from tests.distributed.worker import DONE
+from tests.distributed.worker import ROW_PREFIX
 from tests.hangs import HANG
 
-BAR = 1e-6  # of the gradients of all steps and the weights after the last, in float32
-ALONE = {  # one case for each cure; that of FSDP2 has its own ranks
+MAX_RELATIVE_ERROR = (
+    1e-6  # of the gradients of all steps and the weights after the last, in float32
+)
+SINGLE_CASES = {  # one case for each cure; that of FSDP2 has its own ranks
     "begun_again": {"engine": "fsdp2", "decisions": ["begun again", "chunks"]},
     "reads_the_weight": {
         "engine": "zero-3",
@@ -37,10 +47,14 @@ ALONE = {  # one case for each cure; that of FSDP2 has its own ranks
     },
     "gradients_as_they_come": {"engine": "zero-2", "decisions": ["chunks", "a hook mixes"]},
 }
-IN_ZERO = {**ALONE["stops_in_a_trial"], "engine": "zero-3"}
+ZERO_CASE = {**SINGLE_CASES["stops_in_a_trial"], "engine": "zero-3"}
 # logits of which a loss was made before
-HOOKED = {"engine": "zero-2", "decisions": ["lazy, read", "lazy, unread"]}
-AFTER = {"engine": "zero-3", "decisions": ["a hook mixes", "own loss, lazy"], "patched": "after"}
+HOOK_CASE = {"engine": "zero-2", "decisions": ["lazy, read", "lazy, unread"]}
+AFTERWARDS_CASE = {
+    "engine": "zero-3",
+    "decisions": ["a hook mixes", "own loss, lazy"],
+    "patched": "after",
+}
 
 
 def rows_of(cases):
@@ -53,9 +67,13 @@ def rows_of(cases):
         json.dumps(cases),
         str(ranks),
         ranks=ranks,
-        seconds=60 + SECONDS * len(cases),
+        seconds=60 + CASE_TIMEOUT_SECONDS * len(cases),
     )
-    lines = [line.removeprefix(DONE) for line in outputs[0].splitlines() if line.startswith(DONE)]
+    lines = [
+        line.removeprefix(ROW_PREFIX)
+        for line in outputs[0].splitlines()
+        if line.startswith(ROW_PREFIX)
+    ]
     return [json.loads(line) for line in lines], outputs
 
 
@@ -67,7 +85,7 @@ def check(cases):
     for row, case in zip(rows, cases, strict=True):
         assert row["case"] == case
         for rank, name in zip(row["ranks"], case["decisions"], strict=True):
-            assert rank["error"] <= BAR, (case, rank)
+            assert rank["error"] <= MAX_RELATIVE_ERROR, (case, rank)
             assert rank["issued"] > 0
             assert rank["done"], (case, name, rank["said"])
             assert rank["issued"] == row["ranks"][0]["issued"]
@@ -86,7 +104,11 @@ def check(cases):
 def test_what_one_rank_alone_did(engine):
     """Each was a hang: a forward begun again, a weight looked at, logits used on one rank, a trial,
     or one that fails; and a layer that one rank alone cannot cut."""
-    cases = [case for case in (*ALONE.values(), IN_ZERO, AFTER, HOOKED) if case["engine"] == engine]
+    cases = [
+        case
+        for case in (*SINGLE_CASES.values(), ZERO_CASE, AFTERWARDS_CASE, HOOK_CASE)
+        if case["engine"] == engine
+    ]
     rows = check(cases)
     for row in rows:
         if "fails_in_a_trial" in row["case"]:
@@ -104,10 +126,10 @@ def test_what_one_rank_alone_did(engine):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("mutant", ALONE)
+@pytest.mark.parametrize("mutant", SINGLE_CASES)
 def test_without_its_cure(mutant):
     """The first collective that differs is named; the ranks do not wait for each other."""
-    case = {**ALONE[mutant], "mutant": mutant}
+    case = {**SINGLE_CASES[mutant], "mutant": mutant}
     rows, outputs = rows_of([case])
     # the same collectives, but the weight stays, or buckets hold other gradients on each rank
     if rows:
@@ -115,7 +137,7 @@ def test_without_its_cure(mutant):
         ranks = rows[0]["ranks"]
         assert (
             any(rank["projection"].get("forward") for rank in ranks)
-            or max(rank["error"] for rank in ranks) > 100 * BAR
+            or max(rank["error"] for rank in ranks) > 100 * MAX_RELATIVE_ERROR
         )
     else:
         assert any(DifferentError.__name__ in output for output in outputs), outputs[0][-2000:]
@@ -146,7 +168,7 @@ def test_a_rank_without_labels(engine):
     check([{"engine": engine, "decisions": names} for names in NO_LABELS])
 
 
-OF_MODELS = {
+MODEL_CASES = {
     "tied": {"tied": True},
     "lora": {"lora": True},
     "head saved": {"lora": True, "head_saved": True},
@@ -155,21 +177,24 @@ OF_MODELS = {
 
 @pytest.mark.fast("head saved-fsdp2")
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("kind", OF_MODELS)
+@pytest.mark.parametrize("kind", MODEL_CASES)
 def test_a_rank_without_labels_of_other_models(kind, engine):
     """With a head that is tied, that adapters leave alone, or of which they train a copy."""
     check(
-        [{"engine": engine, "decisions": names, "changes": OF_MODELS[kind]} for names in NO_LABELS]
+        [
+            {"engine": engine, "decisions": names, "changes": MODEL_CASES[kind]}
+            for names in NO_LABELS
+        ]
     )
 
 
-SPOILED = [
+MUTANT_CASES = [
     "ddp",
     *(pytest.param(name, marks=pytest.mark.full) for name in ENGINES if name != "ddp"),
 ]
 
 
-@pytest.mark.parametrize("engine", SPOILED)
+@pytest.mark.parametrize("engine", MUTANT_CASES)
 def test_zeros_that_are_scaled_turn_that_red(engine):
     check_spoiled(engine, {})
 
@@ -177,7 +202,7 @@ def test_zeros_that_are_scaled_turn_that_red(engine):
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["tied", "head saved"])
 def test_zeros_that_are_scaled_turn_other_models_red(kind):
-    check_spoiled("ddp", OF_MODELS[kind])
+    check_spoiled("ddp", MODEL_CASES[kind])
 
 
 def check_spoiled(engine, changes):
@@ -229,7 +254,9 @@ def test_every_pair_on_four_ranks(engine):
     check([{"engine": engine, "decisions": names} for names in fours()])
 
 
-IN_SPLITS = {  # what a rank decides that holds a part of each sequence; saves of keys and of attention are agreed upon
+# what a rank decides that holds a part of each sequence; saves of keys and of attention are agreed
+# upon
+SPLIT_CASES = {
     "chunks": {}, "one chunk": {"chunk_size": 64}, "automatic": {"chunk_size": 64, "saves": "auto"},
     "offloads": {"saves": ["mlp.gate_proj"], "offload": "cpu"}, "lazy": {"lazy_logits": True},
 }  # fmt: skip
@@ -238,9 +265,9 @@ IN_SPLITS = {  # what a rank decides that holds a part of each sequence; saves o
 def in_splits():
     """Every pair of these, as cases of the workers for split sequences, with padding and
     without."""
-    for number, names in enumerate(itertools.combinations_with_replacement(IN_SPLITS, 2)):
+    for number, names in enumerate(itertools.combinations_with_replacement(SPLIT_CASES, 2)):
         yield {
-            "configs": [IN_SPLITS[name] for name in names],
+            "configs": [SPLIT_CASES[name] for name in names],
             "mode": ("packed", "left-padded", "plain")[number % 3],
         }
 
@@ -273,7 +300,7 @@ def main():
     time.sleep(HANG)
 
 
-@pytest.mark.skipif(ranks.SAY_WHERE is None, reason="this system has no signal for it")
+@pytest.mark.skipif(ranks.TRACEBACK_SIGNAL is None, reason="this system has no signal for it")
 def test_a_rank_whose_time_is_over_says_where_it_is(tmp_path):
     output = tmp_path / "output"
     arguments = ("tests.distributed.test_decisions", ("0", "0"), output)

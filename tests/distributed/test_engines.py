@@ -11,25 +11,27 @@ import pytest
 from tests.distributed.ranks import run
 from tests.versions import HYBRID_PATHS
 
-BAR = (
+MAX_RELATIVE_ERRORS = (
     1e-6  # of all gradients of four steps taken together, of all weights, and of evaluation losses
 )
-EACH = 1e-5  # of any one gradient; a term that is lost or counted twice changes one by percents
+MAX_GRADIENT_ERROR = (
+    1e-5  # of any one gradient; a term that is lost or counted twice changes one by percents
+)
 # The gradients of adapters are few and cancel: from draw to draw float32's own error in them
 # differs tenfold. Two runs of equal precision lie two errors apart, one within a factor of 2 of the
 # other (the spread of its logarithm is 0.32).
 ROUNDING = 3
-HALF = 1.05  # in half precision: times the unpatched engine's own error
+MAX_HALF_ERROR_RATIO = 1.05  # in half precision: times the unpatched engine's own error
 MODELS = ("llama", "qwen3", "qwen3_moe")
 # A gated delta rule; Mamba 2; Mamba 1, whose mixer runs under a substituted forward; a unit that
 # keeps its states itself.
 HYBRIDS = ("qwen3_5_text", "bamba", "jamba", "recurrent_gemma")
 ADAPTED_HYBRID = HYBRIDS[0]
-CACHED = HYBRIDS[:3]  # have their states in a cache; the last keeps them on itself
+CACHED_STATE_HYBRIDS = HYBRIDS[:3]  # have their states in a cache; the last keeps them on itself
 NOTHING_CACHED = {
     "stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0,
 }  # fmt: skip
-SMALL = {
+SMALL_CASES = {
     "reduce_bucket_size": 500,
     "allgather_bucket_size": 500,
     "stage3_prefetch_bucket_size": 100,
@@ -45,7 +47,7 @@ def zero_settings():
             cached = NOTHING_CACHED if stage == 3 else {}
             settings = [
                 {"overlap_comm": True},
-                {**SMALL, "overlap_comm": True},
+                {**SMALL_CASES, "overlap_comm": True},
                 {"offload_optimizer": CPU},
             ]
             settings += (
@@ -66,7 +68,7 @@ def zero_settings():
 
 
 ENGINES = ("ddp", "fsdp", "deepspeed")
-FAST = {  # by the engine that starts the ranks: torch's two share theirs
+FAST_CASES = {  # by the engine that starts the ranks: torch's two share theirs
     "ddp": [
         {"accumulation": 3, "eval": True, "steps": 2},
         {"logits": True, "options": {"static_graph": True}, "patched": ["after"], "steps": 2},
@@ -89,20 +91,23 @@ MATRIX = {
     "fsdp": [{"reshard": True, "accumulation": 3}, {"reshard": False}, {"offload": True}],
     "deepspeed": list(zero_settings()),
 }  # fmt: skip
-BETWEEN = [{"resume": "patched"}, {"resume": "from unpatched", "eval": True}]
-PARTS = [{"frozen": True, "tied": True}, {"lora": True}]
-ALONE = {
+RESUME_CASES = [{"resume": "patched"}, {"resume": "from unpatched", "eval": True}]
+PARTIAL_CASES = [{"frozen": True, "tied": True}, {"lora": True}]
+SINGLE_CASES = {
     "ddp": [
-        *BETWEEN, *PARTS, {"lora": True, "options": {"find_unused_parameters": True}}, {"stream": STREAM},
+        *RESUME_CASES, *PARTIAL_CASES, {"lora": True, "options": {"find_unused_parameters": True}},
+        {"stream": STREAM},
         {"logits": True, "options": {"find_unused_parameters": True}, "eval": True},
-        *[{"one_chunk_on": 0, **case} for case in (BETWEEN[0], *PARTS)],
+        *[{"one_chunk_on": 0, **case} for case in (RESUME_CASES[0], *PARTIAL_CASES)],
         *[{"one_chunk_on": 0, "options": {option: True}} for option in ("static_graph", "find_unused_parameters")],
     ],
     "fsdp": [
-        {"logits": True}, *BETWEEN, *PARTS, {"offload": True, "resume": "patched"}, {"offload": True, "stream": STREAM}],
+        {"logits": True}, *RESUME_CASES, *PARTIAL_CASES, {"offload": True, "resume": "patched"},
+        {"offload": True, "stream": STREAM}],
     "deepspeed": [
-        *[{"stage": 1, **case} for case in (*BETWEEN, *PARTS)], *[{"stage": 2, **case} for case in (*BETWEEN, *PARTS)],
-        *[{"stage": 3, "zero": NOTHING_CACHED, **case} for case in (*BETWEEN, *PARTS)],
+        *[{"stage": 1, **case} for case in (*RESUME_CASES, *PARTIAL_CASES)],
+        *[{"stage": 2, **case} for case in (*RESUME_CASES, *PARTIAL_CASES)],
+        *[{"stage": 3, "zero": NOTHING_CACHED, **case} for case in (*RESUME_CASES, *PARTIAL_CASES)],
         {"stage": 3, "zero": NOTHING_CACHED, "zero_init": True}, {"stage": 3},
         {"stage": 2, "logits": True}, {"stage": 3, "logits": True, "zero_init": True, "eval": True},
         {"stage": 3, "zero": NOTHING_CACHED, "logits": True, "lora": True},
@@ -112,7 +117,7 @@ ALONE = {
         {"stage": 3, "zero": {**NOTHING_CACHED, "offload_optimizer": CPU, "offload_param": CPU}, "stream": STREAM},
     ],
 }  # fmt: skip
-WITH_STATES = {
+RECURRENT_CASES = {
     "ddp": [{}, {"accumulation": 3, "eval": True}],
     "fsdp": [{}, {"offload": True, "stream": STREAM}],
     "deepspeed": [
@@ -124,7 +129,7 @@ WITH_STATES = {
         },
     ],
 }  # fmt: skip
-IN_BF16 = {
+BF16_CASES = {
     "ddp": [{}],
     "fsdp": [{}, {"offload": True}],
     "deepspeed": [
@@ -133,7 +138,7 @@ IN_BF16 = {
         {"stage": 3, "zero": {**NOTHING_CACHED, "offload_optimizer": CPU, "offload_param": CPU}},
     ],
 }  # fmt: skip
-TIED = ("recurrent_gemma",)
+TIED_FAMILIES = ("recurrent_gemma",)
 
 
 def with_models(case):
@@ -146,7 +151,12 @@ def listed(table):
 
 
 def bars_of(rounding):
-    bars = {"gradients": BAR, "weights": BAR, "losses": BAR, "worst gradient": EACH}
+    bars = {
+        "gradients": MAX_RELATIVE_ERRORS,
+        "weights": MAX_RELATIVE_ERRORS,
+        "losses": MAX_RELATIVE_ERRORS,
+        "worst gradient": MAX_GRADIENT_ERROR,
+    }
     return bars | {name: max(bars[name], ROUNDING * error) for name, error in rounding.items()}
 
 
@@ -172,13 +182,13 @@ def check(engine, cases):
                     bars,
                 )
             assert results["paths"] == sorted(
-                HYBRID_PATHS if case.get("model") in CACHED else {"streams"}
+                HYBRID_PATHS if case.get("model") in CACHED_STATE_HYBRIDS else {"streams"}
             )
             # The head's, for each of what is taken of lazy logits: a logit, its logsumexp (known by
             # then), an entropy.
             logits_uses = 3 * bool(case.get("logits"))
             # embeddings and head each gather theirs
-            uses = 2 if case.get("tied") or case.get("model") in TIED else 1
+            uses = 2 if case.get("tied") or case.get("model") in TIED_FAMILIES else 1
             assert (
                 results["counts"].get("gathers per parameter", 0)
                 <= uses * (2 + bool(case.get("eval"))) + logits_uses
@@ -222,9 +232,9 @@ def check_host(case, host):
 
 
 @pytest.mark.fast("ddp")
-@pytest.mark.parametrize("engine", FAST)
+@pytest.mark.parametrize("engine", FAST_CASES)
 def test_engine(engine):
-    check(engine, FAST[engine])
+    check(engine, FAST_CASES[engine])
 
 
 ON_ONE_RANK = {
@@ -249,7 +259,7 @@ def check_sharing(engine, **settings_of_all):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("engine", FAST)
+@pytest.mark.parametrize("engine", FAST_CASES)
 def test_rows_share_prefixes_on_one_rank_alone(engine):
     """Its forward is over a packed row, the other rank's over its rows; both try the model at their
     first call, and make the same collectives."""
@@ -257,7 +267,7 @@ def test_rows_share_prefixes_on_one_rank_alone(engine):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("engine", FAST)
+@pytest.mark.parametrize("engine", FAST_CASES)
 @pytest.mark.parametrize("model", ["qwen3_5_text", "bamba"])
 def test_branches_of_layers_with_states_on_one_rank_alone(engine, model):
     # a branch is a chunk of its own, which long prefixes pay for
@@ -265,7 +275,7 @@ def test_branches_of_layers_with_states_on_one_rank_alone(engine, model):
 
 
 PLENTY, LITTLE = 1e9, 1e3  # bytes; with little nothing is saved
-SAVING = {  # ranks that decide alike, and not
+SAVES_CASES = {  # ranks that decide alike, and not
     "ddp": [
         {"engine": "fsdp", "free": [PLENTY, PLENTY]},
         {"engine": "fsdp", "free": [PLENTY, LITTLE]},
@@ -278,11 +288,11 @@ SAVING = {  # ranks that decide alike, and not
 
 
 @pytest.mark.fast("ddp")
-@pytest.mark.parametrize("engine", SAVING)
+@pytest.mark.parametrize("engine", SAVES_CASES)
 def test_each_rank_saves_what_fits_it(engine):
     """From the first step on, by a count of the logical parameters. What is saved changes no
     number and adds no collective, and attention's forward runs once a layer and chunk."""
-    cases = [{"patched": ["before"], "steps": 2, "count": True, **c} for c in SAVING[engine]]
+    cases = [{"patched": ["before"], "steps": 2, "count": True, **c} for c in SAVES_CASES[engine]]
     for row, case in zip(run(engine, cases), cases, strict=True):
         for when in case["patched"]:
             for reference in ("unpatched", "single process"):
@@ -305,13 +315,13 @@ def test_every_setting(engine, case):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("engine", "case"), listed(ALONE), ids=str)
+@pytest.mark.parametrize(("engine", "case"), listed(SINGLE_CASES), ids=str)
 def test_parts_of_a_model_and_what_happens_between_steps(engine, case):
     check(engine, with_models(case))
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("engine", "case"), listed(WITH_STATES), ids=str)
+@pytest.mark.parametrize(("engine", "case"), listed(RECURRENT_CASES), ids=str)
 def test_layers_with_states(engine, case):
     check(engine, [{**case, "model": model} for model in HYBRIDS])
 
@@ -342,7 +352,7 @@ def test_router_loss(engine):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("engine", "case"), listed(IN_BF16), ids=str)
+@pytest.mark.parametrize(("engine", "case"), listed(BF16_CASES), ids=str)
 def test_bf16_is_as_precise_as_the_unpatched_engine(engine, case):
     # one ratio of two errors has a spread of 4 %
     draws = {"steps": 16 // case.get("accumulation", 1), "longer": 4}
@@ -357,7 +367,7 @@ def test_bf16_is_as_precise_as_the_unpatched_engine(engine, case):
                 when,
                 f"error {ours:.3e}, unpatched {stock:.3e}, ratio {ours / stock:.3f}",
             )
-            assert 1e-3 < ours <= HALF * stock
+            assert 1e-3 < ours <= MAX_HALF_ERROR_RATIO * stock
 
 
 @pytest.mark.full

@@ -2,7 +2,7 @@
 orders of wrapping: the steps are those of the unpatched engine, or the helper is refused with the
 engine's name and leaves the model usable.
 
-covers: integrations/in_backward.py, distributed/engines.py, model/warming.py, verify/compare.py
+covers: integrations/in_backward.py, distributed/engines.py, model/warm_up.py, verify/compare.py
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ from tests.distributed.worker import batches, distance
 from tests.families import build, make_batch
 
 STEPS = 3
-BAR = 1e-6  # float32, of the same steps on the same ranks; the worker's engines differ by more between orders of sums
-SECONDS = 240  # a rank imports DeepSpeed, perhaps on a busy machine
+# float32, of the same steps on the same ranks; the worker's engines differ by more between orders
+# of sums
+MAX_RELATIVE_ERROR = 1e-6
+TIMEOUT_SECONDS = 240  # a rank imports DeepSpeed, perhaps on a busy machine
 STAGES = {"zero-1": 1, "zero-2": 2, "zero-3": 3}
 
 
@@ -190,7 +192,7 @@ def main():
         dist.init_process_group("gloo", rank=rank, world_size=int(ranks))
     rows = []
     for case in cases:
-        faulthandler.dump_traceback_later(SECONDS, exit=True)
+        faulthandler.dump_traceback_later(TIMEOUT_SECONDS, exit=True)
         rows.append(run(case, rank))
     faulthandler.cancel_dump_traceback_later()
     print("RESULT " + json.dumps(rows), flush=True)
@@ -250,13 +252,13 @@ def check(library, settings, ranks=2):
         library,
         json.dumps(settings),
         ranks=ranks,
-        seconds=SECONDS * len(settings),
+        seconds=TIMEOUT_SECONDS * len(settings),
     )
     for row, setting in zip(result_of(*processes), settings, strict=True):
         engine = setting["engine"]
         engine_name = {"fsdp": "fsdp2"}.get(engine, engine)
         assert row["engines"] == [engine_name if ranks > 1 else "none"], (setting, row)
-        assert row["error"] <= BAR, (setting, row)
+        assert row["error"] <= MAX_RELATIVE_ERROR, (setting, row)
         where = expected(setting, ranks)
         assert ("refused" in row) == (where is not None), (setting, row)
         if where is not None:
@@ -344,7 +346,7 @@ def test_several_ranks_with_whole_weights(when, monkeypatch):
     "when", ["before the call", "before the first step", "before a part is called"]
 )
 def test_mutant_nobody_asks_for_ranks(when, monkeypatch):
-    monkeypatch.setattr(in_backward, "reduces_later", lambda weight: None)
+    monkeypatch.setattr(in_backward, "late_reducing_engine", lambda weight: None)
     with pytest.raises(pytest.fail.Exception):
         test_several_ranks_with_whole_weights(when, monkeypatch)
 
@@ -401,7 +403,7 @@ def test_mutant_hooks_as_optimizers_are_made(monkeypatch):
             optimizer = make([parameter])
             parameter.register_post_accumulate_grad_hook(lambda p, bound=optimizer: bound.step())
 
-    monkeypatch.setattr(in_backward.InBackward, "__init__", register)
+    monkeypatch.setattr(in_backward.OptimizersInBackward, "__init__", register)
     with pytest.raises(AssertionError):
         test_an_optimizer_that_cannot_be_made_leaves_no_hook(3)
 

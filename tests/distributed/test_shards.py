@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 import streambp
-from streambp.attention.spans import Run, Spans
-from streambp.distributed.ulysses import SplitOver
+from streambp.attention.spans import QueryRun, Spans
+from streambp.distributed.ulysses import SplitGroup
 from streambp.errors import StreamBPError, UnsupportedModelError
 from streambp.model import split, wrappers
 from streambp.sharded.shards import Shards, gather_shards
@@ -20,7 +20,7 @@ from tests.families import build
 from tests.seeds import seed_torch
 
 
-class Sent(Exception):  # noqa: N818 - ends a rank's first run
+class SentError(Exception):  # ends a rank's first run
     pass
 
 
@@ -31,13 +31,13 @@ def on_all_ranks(shards, method, tensors, *args):
 
     def capture(received, parts, group=None):
         sent.append(parts.clone())
-        raise Sent
+        raise SentError
 
     results = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_to_all_single", capture)
         for tensor in tensors:
-            with pytest.raises(Sent):
+            with pytest.raises(SentError):
                 getattr(shards, method)(tensor, *args)
         for rank, tensor in enumerate(tensors):
             received = torch.stack([parts[rank] for parts in sent])
@@ -116,11 +116,15 @@ def gather(patch, rank, batch, agreed=(0, 0)):
 def test_documents_and_padding_reach_over_shards(rank, monkeypatch):
     positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 0], [0, 1, 2, 3, 4, 5, 6, 7]])
     packed = gather(monkeypatch, rank, {"position_ids": positions})
-    assert (packed.size, packed.length, packed.whole_length) == (2, 4, 8)
-    assert packed.spans == Spans(8, ((Run(0, 3, 0), Run(3, 7, 3), Run(7, 8, 7)), (Run(0, 8, 0),)))
+    assert (packed.size, packed.length, packed.full_length) == (2, 4, 8)
+    assert packed.spans == Spans(
+        8, ((QueryRun(0, 3, 0), QueryRun(3, 7, 3), QueryRun(7, 8, 7)), (QueryRun(0, 8, 0),))
+    )
     mask = torch.tensor([[0] * 5 + [1] * 3, [1] * 6 + [0] * 2])
     padded = gather(monkeypatch, rank, {"position_ids": positions[1:], "attention_mask": mask})
-    assert padded.spans == Spans(8, ((Run(5, 8, 5),), (Run(0, 6, 0), Run(6, 8, 0, 6))))
+    assert padded.spans == Spans(
+        8, ((QueryRun(5, 8, 5),), (QueryRun(0, 6, 0), QueryRun(6, 8, 0, 6)))
+    )
 
 
 def test_a_hole_between_two_shards_is_refused(monkeypatch):
@@ -156,7 +160,7 @@ def test_a_layer_that_no_model_has_told_of_its_shard_is_refused(monkeypatch, aft
     if after_a_step:
         model(torch.arange(11)[None], use_cache=False)  # an ordinary step before it
     monkeypatch.setattr(wrappers, "is_initialized", lambda: True)
-    monkeypatch.setattr(split, "find_context_parallel", lambda: SplitOver(None, True))
+    monkeypatch.setattr(split, "find_context_parallel", lambda: SplitGroup(None, True))
     with pytest.raises(
         UnsupportedModelError, match="called directly while sequences are split over ranks"
     ):

@@ -1,7 +1,7 @@
 """Two ranks, gloo, CPU: sequences split by DeepSpeed Ulysses, streamed, against unpatched Ulysses
 and a single process.
 
-covers: distributed/ulysses.py, sharded/call.py, sharded/halves.py, sharded/layer.py,
+covers: distributed/ulysses.py, sharded/call.py, sharded/layer_halves.py, sharded/layer.py,
 sharded/shards.py
 """
 
@@ -20,7 +20,7 @@ from tests.oracle import assert_as_precise, worst_error
 GRADIENT_BAR = 1e-10  # float64
 TRAINING_BAR = 1e-6  # float32, weights after four steps
 
-FAST = {
+FAST_CASES = {
     "gradients": [
         {"stock": True}, {"mode": "packed"}, {"family": "gemma3", "mode": "left-padded"},
         {"changes": {"num_key_value_heads": 1}, "config": {"saves": ["attn_out", "kv", "mlp.*", "self_attn.*"]}},
@@ -33,7 +33,7 @@ FAMILIES = [{"family": name, "mode": mode} for name in ("llama", "mistral", "phi
 SAVES = [{"config": {"saves": saves, "offload": offload}}
          for saves in ([], ["attn_out"], ["kv"], ["attn_out", "kv", "mlp.*"], ["self_attn.*"])
          for offload in ("none", "cpu")]  # fmt: skip
-FULL = [
+FULL_CASES = [
     {"gradients": FAMILIES},
     {"gradients": SAVES},
     {"gradients": [
@@ -122,11 +122,11 @@ def check(runs):
 
 @pytest.mark.full
 def test_split_sequences():
-    check(FAST)
+    check(FAST_CASES)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("runs", FULL, ids=str)
+@pytest.mark.parametrize("runs", FULL_CASES, ids=str)
 def test_every_setting(runs):
     check(runs)
 

@@ -35,7 +35,7 @@ from streambp.integrations.trl.trainer import StreamedTrainer
 from tests.hangs import HANG
 from tests.integrations import test_trl
 
-BAR = 1e-4  # float32; of the distance that the weights moved
+MAX_RELATIVE_ERROR = 1e-4  # float32; of the distance that the weights moved
 
 
 def run(trainers, objectives, engine, folder):
@@ -98,7 +98,7 @@ def compare(expected, result):
     )
     assert weight_change > 0
     print(f"apart {error / weight_change:.1e} of the distance moved")
-    assert error <= BAR * weight_change
+    assert error <= MAX_RELATIVE_ERROR * weight_change
 
 
 @pytest.mark.full

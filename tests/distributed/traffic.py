@@ -16,7 +16,7 @@ REDUCTIONS = {
     "allreduce_": 0, "allreduce_coalesced_": 0, "reduce_": 0, "reduce_scatter_": 1, "_reduce_scatter_base_": 1,
     "reduce_scatter_tensor_coalesced_": 1,
 }  # fmt: skip
-SMALL = 8  # elements of flags, counts and norms
+MAX_SMALL_ELEMENTS = 8  # elements of flags, counts and norms
 
 
 class Traffic(TorchDispatchMode):
@@ -40,7 +40,7 @@ class Traffic(TorchDispatchMode):
                         for t in tree_leaves(args[table[name]])
                         if isinstance(t, torch.Tensor)
                     )
-                    if elements > SMALL:
+                    if elements > MAX_SMALL_ELEMENTS:
                         self.calls[kind] += 1
                         self.elements[kind] += elements
             if name not in GATHERS and name not in REDUCTIONS:

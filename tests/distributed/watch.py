@@ -19,14 +19,14 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from streambp.known_names import FSDP_GROUPS, FSDP_PARAMETERS
-from streambp.layer import adapted
+from streambp.layer import adapted_linear
 
-SEEN = "TRAINED UNDER"
+TRAINED_PREFIX = "TRAINED UNDER"
 
 
 def tell(engines):
     """Print them in a single write: ranks share one stream."""
-    sys.stdout.write(f"{SEEN} {engines}\n")
+    sys.stdout.write(f"{TRAINED_PREFIX} {engines}\n")
     sys.stdout.flush()
 
 
@@ -110,17 +110,17 @@ def engines_seen():
 def operations_seen():
     """A list that fills with the input shapes of adapted Linears that are computed as one
     operation."""
-    shapes, real = [], adapted._forward
+    shapes, real = [], adapted_linear._forward
 
     def forward(ctx, work, x, *arguments):
         shapes.append(tuple(x.shape))
         return real(ctx, work, x, *arguments)
 
-    adapted._forward = forward
+    adapted_linear._forward = forward
     try:
         yield shapes
     finally:
-        adapted._forward = real
+        adapted_linear._forward = real
 
 
 def main():

@@ -34,8 +34,8 @@ from tests.families import make_batch
 from tests.oracle import lift_float32_casts
 
 STEPS = 4  # optimizer steps, if the case does not say
-SECONDS = 120  # for one case; then a rank that hangs says where, and ends
-DONE = "ROW "
+CASE_TIMEOUT_SECONDS = 120  # for one case; then a rank that hangs says where, and ends
+ROW_PREFIX = "ROW "
 
 
 def batches(rank, case):
@@ -61,7 +61,7 @@ def batches(rank, case):
 
 
 @dataclasses.dataclass
-class Trained:
+class TrainingResult:
     """Gradients of every step and weights after the last, by name; losses of evaluations;
     collectives; the engines of its forwards; how its layers ran; what `describe` says about
     offloading, and the bytes of the engine's own; what it says about the head, about saves, about
@@ -96,7 +96,7 @@ def train(engine_class, rank, case, patched):
         case.get("resume"),
     )
     engine = engine_class(case, rank, None if resume == "from unpatched" else patched)
-    stream, result = list(batches(rank, case)), Trained()
+    stream, result = list(batches(rank, case)), TrainingResult()
     traffic, gathers = Traffic(), Gathers()
     for step in range(steps):
         if resume and step == steps // 2:
@@ -199,7 +199,7 @@ def counts_of(traffic, gathers, weights, micro_steps):
 def train_alone(case, engine_class=SingleProcess):
     """The same steps in this process, without an engine and unpatched: gradients averaged over both
     ranks' batches."""
-    engine, result = engine_class(case), Trained()
+    engine, result = engine_class(case), TrainingResult()
     steps, accumulation = case.get("steps", STEPS), case.get("accumulation", 1)
     streams = [list(batches(rank, case)) for rank in range(2)]
     for step in range(steps):
@@ -337,8 +337,11 @@ def main():
     else:
         dist.init_process_group("gloo", rank=rank, world_size=2)
     for case in cases:
-        faulthandler.dump_traceback_later(SECONDS, exit=True)
-        print(DONE + json.dumps(run(ENGINES[case.get("engine", engine)], rank, case)), flush=True)
+        faulthandler.dump_traceback_later(CASE_TIMEOUT_SECONDS, exit=True)
+        print(
+            ROW_PREFIX + json.dumps(run(ENGINES[case.get("engine", engine)], rank, case)),
+            flush=True,
+        )
     faulthandler.cancel_dump_traceback_later()
     dist.barrier()
     dist.destroy_process_group()

@@ -8,7 +8,7 @@ import pytest
 
 from tests.docs import stand_ins
 
-EIGHT = {
+EIGHT_GPU_SETTINGS = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 4096,
     "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
     "head_dim": 128, "max_position_embeddings": 40960, "tie_word_embeddings": False,
@@ -26,7 +26,7 @@ def stand_in_folder(tmp_path_factory):
     70B model for plans."""
     folder = tmp_path_factory.mktemp("made")
     stand_ins.make(folder)
-    for size, config in (("8B", EIGHT), ("70B", SEVENTY)):
+    for size, config in (("8B", EIGHT_GPU_SETTINGS), ("70B", SEVENTY)):
         (folder / size).mkdir()
         (folder / size / "config.json").write_text(json.dumps(config))
     return folder

@@ -17,8 +17,8 @@ from tests.docs.pages import ROOT
 
 SENTENCE = re.compile(r"^\*\*Expect\*\*.*?(?=\n\n|\Z)", re.DOTALL | re.MULTILINE)
 WORD = re.compile(r"\bExpect\b")
-GATHERED = "gathers of a parameter in each step: "
-STEP = re.compile(r"^step \d+: loss ([\d.]+)$", re.MULTILINE)
+GATHERS_PREFIX = "gathers of a parameter in each step: "
+STEP_LINE = re.compile(r"^step \d+: loss ([\d.]+)$", re.MULTILINE)
 BASE_WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
 
 
@@ -47,10 +47,10 @@ def losses_fall(text: str, outcome: Outcome) -> None:
     """docs/how-to/embeddings.md and small-cards-mixtures.md: the loss of each step is below the one
     before, and what the sentence quotes is printed behind the last step."""
     assert "falling loss" in text
-    losses = [float(loss) for loss in STEP.findall(outcome.printed)]
+    losses = [float(loss) for loss in STEP_LINE.findall(outcome.printed)]
     assert len(losses) > 1
     assert losses == sorted(set(losses), reverse=True)
-    last = outcome.printed[list(STEP.finditer(outcome.printed))[-1].end() :]
+    last = outcome.printed[list(STEP_LINE.finditer(outcome.printed))[-1].end() :]
     assert codes(text)
     assert all(code in last for code in codes(text))
 
@@ -88,10 +88,10 @@ def fields_are_logged(text: str, outcome: Outcome) -> None:
 def gathered_twice(text: str, outcome: Outcome) -> None:
     """docs/how-to/zero3.md: `count_gathers` printed two for each step, whatever the chunks."""
     assert "two gathers of each parameter a step, whatever the number of chunks" in text
-    lines = [line for line in outcome.printed.splitlines() if GATHERED in line]
+    lines = [line for line in outcome.printed.splitlines() if GATHERS_PREFIX in line]
     assert len(lines) == 2
     for line in lines:
-        counts = json.loads(line.partition(GATHERED)[2])
+        counts = json.loads(line.partition(GATHERS_PREFIX)[2])
         assert len(counts) > 1
         assert set(counts[1:]) == {2}  # in the first step ZeRO-3 learns the order
 
@@ -138,7 +138,7 @@ def count_gathers() -> None:
         return real(engine, *args)
 
     def show() -> None:
-        print(GATHERED + json.dumps(max_gathers))
+        print(GATHERS_PREFIX + json.dumps(max_gathers))
 
     deepspeed.DeepSpeedEngine.step = step
     atexit.register(show)

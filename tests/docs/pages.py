@@ -10,9 +10,11 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 # a user's; docs/explanation and docs/ itself are for who wants to know more
 FOLDERS = ("start", "how-to", "reference")
-FOUND = [page for folder in FOLDERS for page in sorted(ROOT.glob(f"docs/{folder}/*.md"))]
-USERS = ("README.md", *(page.relative_to(ROOT).as_posix() for page in FOUND))
-EVERY = tuple(page.relative_to(ROOT).as_posix() for page in sorted((ROOT / "docs").rglob("*.md")))
+USER_PAGES = [page for folder in FOLDERS for page in sorted(ROOT.glob(f"docs/{folder}/*.md"))]
+USERS = ("README.md", *(page.relative_to(ROOT).as_posix() for page in USER_PAGES))
+ALL_PAGES = tuple(
+    page.relative_to(ROOT).as_posix() for page in sorted((ROOT / "docs").rglob("*.md"))
+)
 FENCE = re.compile(r'^```(\w+)?(?: title="([^"]+)")?\n(.*?)^```', re.DOTALL | re.MULTILINE)
 OUTPUT = "text"  # blocks that show what a program prints
 

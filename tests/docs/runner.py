@@ -33,7 +33,7 @@ NOT_RUN = {
     "streambp launch --uninstall": "would change the tests' environment",
     "trl": "needs the installed hook: `streambp launch -- trl` runs the same",
 }
-FOREIGN = ("run_clm.py", "x.yaml", "loop.py", "finetune.py")
+FOREIGN_FILES = ("run_clm.py", "x.yaml", "loop.py", "finetune.py")
 
 
 class PageError(AssertionError):
@@ -132,7 +132,7 @@ class Runner:
         if arguments[0] == "plan":  # of the real sizes: a plan has to fit, or not, as the page says
             sizes = {
                 str(self.stand_in_folder / name): str(self.stand_in_folder / size)
-                for name, size in stand_ins.SIZED.items()
+                for name, size in stand_ins.CHECKPOINT_SIZES.items()
             }
             arguments = [sizes.get(word, word) for word in arguments]
         elif "--seq-len" in arguments:
@@ -235,7 +235,10 @@ def line_of(block: Block, command: str) -> str:
 
 def not_run(command: list[str]) -> str | None:
     """Why a command is not run; None if it is."""
-    if any(word.rpartition("/")[2] in FOREIGN for word in command[1:]) and command[0] != "torchrun":
+    if (
+        any(word.rpartition("/")[2] in FOREIGN_FILES for word in command[1:])
+        and command[0] != "torchrun"
+    ):
         return "is a program of others that is not here: its flags before -- are parsed"
     names = (command[0], " ".join(command[:3]))
     return next((NOT_RUN[name] for name in names if name in NOT_RUN), None)

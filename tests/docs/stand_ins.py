@@ -24,23 +24,25 @@ CHECKPOINTS = (
     "Qwen/Qwen2.5-VL-3B-Instruct",
 )
 # whose real configurations plans read
-SIZED = MappingProxyType({CHECKPOINTS[0]: "8B", CHECKPOINTS[2]: "70B"})
+CHECKPOINT_SIZES = MappingProxyType({CHECKPOINTS[0]: "8B", CHECKPOINTS[2]: "70B"})
 DATA = ("trl-lib/Capybara", "trl-lib/ultrafeedback_binarized", "trl-lib/DeepMath-103K")
 # of chunks; longer numbers are lengths of sequences
 LENGTHS = MappingProxyType({8192: 16, 4096: 16})
 LONG, SHORT = 10_000, 64
 RANKS = 2
 # Keywords of a trainer's arguments, where they are given, and those that are added.
-GIVEN = MappingProxyType(
+GIVEN_ARGUMENTS = MappingProxyType(
     {
         "max_completion_length": 8, "num_generations": 2, "gradient_accumulation_steps": 1, "bf16": False,
         "report_to": "none", "stream_host_memory": None,
     }
 )  # fmt: skip
-ADDED = MappingProxyType({"max_steps": 2, "use_cpu": True, "bf16": False, "report_to": "none"})
+ADDED_ARGUMENTS = MappingProxyType(
+    {"max_steps": 2, "use_cpu": True, "bf16": False, "report_to": "none"}
+)
 GROUP = ("num_generations", "per_device_train_batch_size")
 # a CPU has no 4-bit weights
-DROPPED = MappingProxyType({"from_pretrained": ("quantization_config", "device_map")})
+DROPPED_ARGUMENTS = MappingProxyType({"from_pretrained": ("quantization_config", "device_map")})
 DTYPES = MappingProxyType({"bfloat16": "float32"})
 
 
@@ -90,7 +92,7 @@ class Smaller(ast.NodeTransformer):
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
         name = getattr(node.func, "attr", getattr(node.func, "id", ""))
-        dropped = DROPPED.get(name, ())
+        dropped = DROPPED_ARGUMENTS.get(name, ())
         node.keywords = [keyword for keyword in node.keywords if keyword.arg not in dropped]
         keywords = {keyword.arg: keyword for keyword in node.keywords}
         if name == "BitsAndBytesConfig":
@@ -98,10 +100,12 @@ class Smaller(ast.NodeTransformer):
                 "__import__('tests.docs.stand_ins', fromlist=['bits']).bits", mode="eval"
             ).body
         if "output_dir" in keywords and name != "launch":
-            values: dict[str, Any] = {key: value for key, value in GIVEN.items() if key in keywords}
+            values: dict[str, Any] = {
+                key: value for key, value in GIVEN_ARGUMENTS.items() if key in keywords
+            }
             values |= {
                 key: value
-                for key, value in ADDED.items()
+                for key, value in ADDED_ARGUMENTS.items()
                 if key != "max_steps" or key not in keywords
             }
             if "fsdp" in keywords:
@@ -165,7 +169,7 @@ def make(folder: Path) -> None:
             (folder / name / f"{split}.jsonl").write_text(lines)
 
 
-WORDS = tuple(f"w{i}" for i in range(990))
+VOCABULARY_WORDS = tuple(f"w{i}" for i in range(990))
 TEMPLATE = (
     "{% for message in messages %}{{ '<s> ' + message['role'] + ' ' }}"
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
@@ -179,7 +183,7 @@ def make_tokenizer() -> Any:
     from transformers import PreTrainedTokenizerFast
 
     special = ("<pad>", "<s>", "</s>", "<unk>", "<image>", "user", "assistant")
-    vocabulary = {word: index for index, word in enumerate((*special, *WORDS))}
+    vocabulary = {word: index for index, word in enumerate((*special, *VOCABULARY_WORDS))}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(
@@ -259,7 +263,9 @@ class Processor:
 
 
 def content(first: int, count: int) -> str:
-    return " ".join(WORDS[(first * 37 + 11 * i) % len(WORDS)] for i in range(count))
+    return " ".join(
+        VOCABULARY_WORDS[(first * 37 + 11 * i) % len(VOCABULARY_WORDS)] for i in range(count)
+    )
 
 
 def conversations() -> list[dict[str, Any]]:

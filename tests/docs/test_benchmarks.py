@@ -43,7 +43,7 @@ def test_what_was_not_measured_is_named():
         (line,) = re.findall(rf"^\| {trained} \| {shape} \| {tokens:,} \| .*$", text, re.MULTILINE)
         for method, cell in zip(benchmarks.METHODS.values(), line.split(" | ")[3:], strict=True):
             row = benchmarks.measured().get((trained, shape, tokens, method))
-            assert (benchmarks.MISSING in cell) == (row is None)
+            assert (benchmarks.MISSING_TEXT in cell) == (row is None)
 
 
 def test_nothing_is_cut_off_and_there_is_a_legend():
@@ -69,11 +69,11 @@ def test_readme_has_these_figures():
     assert f"{longest['checkpointing, chunked head']:,} with" in first
     figures = benchmarks.measured()
     for tokens, method in (
-        (65536, benchmarks.LEAN),
-        (65536, benchmarks.ON_DEVICE),
-        (16384, benchmarks.ON_DEVICE),
+        (65536, benchmarks.LEAN_METHOD),
+        (65536, benchmarks.DEVICE_METHOD),
+        (16384, benchmarks.DEVICE_METHOD),
     ):
         ours = figures["full", "Qwen3-8B", tokens, method]
-        trl = figures["full", "Qwen3-8B", tokens, benchmarks.TRL]
+        trl = figures["full", "Qwen3-8B", tokens, benchmarks.TRL_METHOD]
         cells = f"{ours.gib:.1f} GiB, {ours.seconds:.2f} s | TRL: {trl.gib:.1f} GiB, {trl.seconds:.2f} s"
         assert cells in readme

@@ -13,18 +13,18 @@ from collections import Counter
 
 import pytest
 
-from tests.conftest import SHARING
+from tests.conftest import SHARES_PREFIXES
 from tests.docs import runner, stand_ins
 from tests.docs.expectations import CHECKS, OWN_RUN, Outcome, sentence
 from tests.docs.pages import USERS, Block, blocks, commands
 from tests.docs.runner import NOT_RUN, PARSED, PageError, Runner, count
 
-LIGHT = (
+LIGHT_PAGES = (
     "docs/how-to/packing-and-padding.md",
     "docs/how-to/out-of-memory.md",
     "docs/reference/errors.md",
 )
-WITH_CODE = tuple(page for page in USERS if blocks(page))
+PAGES_WITH_CODE = tuple(page for page in USERS if blocks(page))
 
 
 def run(page, inside, stand_in_folder):
@@ -35,11 +35,14 @@ def run(page, inside, stand_in_folder):
 
 
 @pytest.mark.skipif(
-    SHARING, reason="pages speak of the defaults, one of which STREAMBP_TEST_ROWS changes"
+    SHARES_PREFIXES, reason="pages speak of the defaults, one of which STREAMBP_TEST_ROWS changes"
 )
 @pytest.mark.parametrize(
     "page",
-    [page if page in LIGHT else pytest.param(page, marks=pytest.mark.full) for page in WITH_CODE],
+    [
+        page if page in LIGHT_PAGES else pytest.param(page, marks=pytest.mark.full)
+        for page in PAGES_WITH_CODE
+    ],
 )
 def test_a_page_runs(page, inside, stand_in_folder, monkeypatch, capsys, caplog):
     if page == "docs/how-to/vlm.md":
@@ -80,7 +83,7 @@ def test_every_block_is_counted():
     assert programs <= {"pip", "axolotl", "bash", "streambp", "trl"}
 
 
-WRONG = [
+WRONG_BLOCKS = [
     ("```python\nimport streambp\nstreambp.patch(modell)\n```", NameError),
     ("```python\nmodel.no_such_thing()\n```", AttributeError),
     ("```bash\nstreambp verify first-model --seq-len 512 --left-padding 1000\n```", PageError),
@@ -95,7 +98,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(
-    ("text", "error"), WRONG, ids=[text.split("\n")[1][:30] for text, _ in WRONG]
+    ("text", "error"), WRONG_BLOCKS, ids=[text.split("\n")[1][:30] for text, _ in WRONG_BLOCKS]
 )
 def test_a_wrong_block_is_found(text, error, inside, stand_in_folder, monkeypatch):
     """A mutant of a page each."""

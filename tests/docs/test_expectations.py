@@ -14,7 +14,7 @@ from tests.distributed.test_engines import NOTHING_CACHED
 from tests.docs import stand_ins
 from tests.docs.expectations import (
     CHECKS,
-    GATHERED,
+    GATHERS_PREFIX,
     OWN_RUN,
     SENTENCE,
     WORD,
@@ -22,10 +22,10 @@ from tests.docs.expectations import (
     gathered_twice,
     sentence,
 )
-from tests.docs.pages import EVERY, ROOT, blocks
+from tests.docs.pages import ALL_PAGES, ROOT, blocks
 from tests.docs.runner import Runner
 
-READ = (*EVERY, "README.md", *(
+READ_PAGES = (*ALL_PAGES, "README.md", *(
     path.relative_to(ROOT).as_posix()
     for kind in ("md", "py", "ipynb", "yaml")
     for path in sorted((ROOT / "examples").rglob(f"*.{kind}"))
@@ -34,7 +34,7 @@ READ = (*EVERY, "README.md", *(
 
 def test_each_sentence_has_a_check():
     pages = set()
-    for page in READ:
+    for page in READ_PAGES:
         text = (ROOT / page).read_text("utf-8")
         assert len(WORD.findall(text)) == len(SENTENCE.findall(text)) <= 1, page
         if sentence(page):
@@ -58,7 +58,7 @@ def outcomes(tmp_path):
         "70b-24gb": "9.0 KiB of weights of 2 layers live on the host, beside it: 8 copies of a layer so far, for "
         "which the device waited 0.0 s",
         "qlora-24gb": "{'loss': '6.9', 'stream_tokens': 64, 'stream_chunk_size': 64}",
-        "zero3": f"{GATHERED}[3, 2, 2]\n{GATHERED}[2, 2, 2]",
+        "zero3": f"{GATHERS_PREFIX}[3, 2, 2]\n{GATHERS_PREFIX}[2, 2, 2]",
     }  # fmt: skip
     return {
         f"docs/how-to/{page}.md": Outcome(text, logged, tmp_path) for page, text in printed.items()
@@ -70,7 +70,7 @@ def test_the_shortened_output_passes(page, outcomes):
     CHECKS[page](sentence(page), outcomes[page])
 
 
-WRONG = [
+WRONG_EXPECTATIONS = [
     ("embeddings", "3.1", "3.3"),
     ("embeddings", "4 x", "3 x"),
     ("small-cards-mixtures", "2 x", "1 x"),
@@ -85,7 +85,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("page", "right", "wrong"), WRONG)
+@pytest.mark.parametrize(("page", "right", "wrong"), WRONG_EXPECTATIONS)
 def test_another_output_is_found(page, right, wrong, outcomes):
     name = f"docs/how-to/{page}.md"
     outcome = outcomes[name]
@@ -131,7 +131,7 @@ def test_zero3_gathers_each_parameter_twice(stand_in_folder, inside):
         runner = Runner(page, inside, stand_in_folder)
         with runner.inside():
             output = runner.process(["torchrun", "--nproc-per-node", "2", "loop.py"], {}, block)
-        printed.append(next(line for line in output.splitlines() if GATHERED in line))
+        printed.append(next(line for line in output.splitlines() if GATHERS_PREFIX in line))
         chunks = f"in {64 // chunk_size} chunks" if chunk_size < 64 else "in one chunk"
         assert chunks in output
     gathered_twice(sentence(page), Outcome("\n".join(printed), "", inside))

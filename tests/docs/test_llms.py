@@ -12,7 +12,7 @@ import pytest
 yaml = pytest.importorskip("yaml", reason="PyYAML, of transformers, is not installed")
 
 from scripts import llms  # noqa: E402
-from tests.docs.pages import FOUND, ROOT  # noqa: E402
+from tests.docs.pages import ROOT, USER_PAGES  # noqa: E402
 
 
 def test_the_index_is_current():
@@ -21,7 +21,7 @@ def test_the_index_is_current():
 
 def test_it_has_every_users_page_with_a_sentence():
     text = llms.index()
-    for page in FOUND:
+    for page in USER_PAGES:
         name = page.relative_to(ROOT / "docs").as_posix().removesuffix(".md")
         assert re.search(rf"^- \[[^\]]+\]\({re.escape(name)}/\)", text, re.MULTILINE), name
     assert text.startswith("# streambp\n\n> streambp trains")

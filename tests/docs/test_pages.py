@@ -11,11 +11,11 @@ import pytest
 
 from scripts import reference
 from streambp import errors
-from tests.conftest import SHARING
-from tests.docs.pages import EVERY, FENCE, ROOT, USERS, prose
+from tests.conftest import SHARES_PREFIXES
+from tests.docs.pages import ALL_PAGES, FENCE, ROOT, USERS, prose
 
 LONGEST, ALL = 1500, 9000  # words of a page in Start and How-to; of all users' pages
-WIDEST = 76  # columns of a block that the site shows without a scroll bar
+MAX_BLOCK_COLUMNS = 76  # columns of a block that the site shows without a scroll bar
 README_LINES = 120
 NOT_WRITTEN = ("docs/reference/families.md",)  # a table that tests fill
 
@@ -42,17 +42,17 @@ def wide_lines(text):
     """The lines of a page's blocks that its reader would have to scroll."""
     lines = []
     for block in FENCE.finditer(text):
-        lines += [line for line in block[3].splitlines() if len(line) > WIDEST]
+        lines += [line for line in block[3].splitlines() if len(line) > MAX_BLOCK_COLUMNS]
     return lines
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", *EVERY])
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", *ALL_PAGES])
 def test_blocks_are_not_cut_off(page):
     assert wide_lines((ROOT / page).read_text("utf-8")) == []
 
 
 def test_a_wide_block_is_found():
-    line = "streambp plan " + "x" * (WIDEST - 13)
+    line = "streambp plan " + "x" * (MAX_BLOCK_COLUMNS - 13)
     assert wide_lines(f"{line}\n```bash\n{line}\n```\n") == [line]
     assert wide_lines(f"```text\n{line[1:]}\n```\n") == []
 
@@ -67,8 +67,9 @@ def test_the_readme_is_short_and_begins_with_what_others_cannot_run():
     assert "default" in rows[2]
 
 
-@pytest.mark.skipif(SHARING, reason="STREAMBP_TEST_ROWS changes a default")
-@pytest.mark.parametrize("page", [path for path in reference.pages() if reference.PLACE.search(path.read_text("utf-8"))],
+@pytest.mark.skipif(SHARES_PREFIXES, reason="STREAMBP_TEST_ROWS changes a default")
+@pytest.mark.parametrize("page",
+    [path for path in reference.pages() if reference.CODE_PLACE.search(path.read_text("utf-8"))],
                          ids=lambda path: path.stem)  # fmt: skip
 def test_pages_say_what_the_code_says(page):
     text = page.read_text("utf-8")

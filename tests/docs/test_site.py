@@ -35,7 +35,7 @@ pytestmark = [
         reason="no mkdocs: install the extra docs, or name a Python in STREAMBP_MKDOCS",
     ),
 ]
-WIDE = """
+WIDE_SCRIPT = """
 const wide = document.documentElement.clientWidth;
 const scrolls = (one) => one.closest(arguments[0]);
 const all = [...document.querySelectorAll(".md-content *, .md-header *")];
@@ -47,7 +47,10 @@ return {
   background: getComputedStyle(document.body).backgroundColor,
 };
 """
-SCROLLS = ".md-typeset__scrollwrap, pre, code, .md-sidebar, .md-tabs, .highlight, .md-search, .md-dialog"  # by themselves
+# by themselves
+SCROLLING_SELECTOR = (
+    ".md-typeset__scrollwrap, pre, code, .md-sidebar, .md-tabs, .highlight, .md-search, .md-dialog"
+)
 THEME = """
 const palette = document.querySelectorAll("[name=__palette]");
 palette[arguments[0]].click();
@@ -97,7 +100,7 @@ def test_no_page_is_wider_than_the_window(built_site, width, theme, tmp_path):
         window.run(THEME, theme)
         for address in addresses():
             window.open(f"{root}/{address}")
-            widths = window.run(WIDE, SCROLLS)
+            widths = window.run(WIDE_SCRIPT, SCROLLING_SELECTOR)
             colours.add((widths["scheme"], widths["background"]))
             name = address.strip("/").replace("/", "-") or "home"
             window.screenshot(shots / f"{name}-{width}-{('light', 'dark')[theme]}.png")

@@ -1,6 +1,6 @@
 """The walks of docs/walks.md name functions that exist, in the order in which a step enters them.
 
-covers: layer/function.py, layer/saved.py, model/wrappers.py
+covers: layer/function.py, layer/saved_tensors.py, model/wrappers.py
 """
 
 from __future__ import annotations
@@ -134,7 +134,10 @@ def test_a_step_enters_the_functions_in_the_order_of_the_walk(step):
 
 
 def test_a_wrong_order_and_a_function_that_is_not_entered_are_found(step):
-    swapped = [("layer/saved.py", "SavedForBackward.keep"), ("admission/entry.py", "admit")] * 2
+    swapped = [
+        ("layer/saved_tensors.py", "SavedForBackward.keep"),
+        ("admission/entry.py", "admit"),
+    ] * 2
     assert not_in_order(swapped[:3], step[0]) is None  # a model of two layers
     assert not_in_order(swapped, step[0]) == ("admission/entry.py", "admit")
     unused = [("head/log_probs.py", "token_log_probs")]

@@ -1,7 +1,7 @@
 """Layers whose attention reads ahead, on an emulated accelerator: patched on the CPU and moved;
 saves that are chosen by free memory; memory that runs out.
 
-covers: sharded/attended.py, sharded/bidirectional.py, sharded/layer.py
+covers: sharded/split_attention.py, sharded/bidirectional.py, sharded/layer.py
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 import streambp
 from streambp.accumulate import GradientSum
 from streambp.attention import attend
-from streambp.layer.saved import InMemory
+from streambp.layer.saved_tensors import DeviceTensors
 from streambp.sharded import bidirectional
 from tests import device as tested
 from tests.emulated.test_memory import (
@@ -28,7 +28,7 @@ from tests.emulated.test_memory import (
 from tests.families import build, make_batch
 from tests.oracle import relative_l2
 from tests.seeds import seed_torch
-from tests.sharded.test_bidirectional import CHUNK, LENGTH, MAKE, in_halves, padding
+from tests.sharded.test_bidirectional import CHUNK, LENGTH, MODEL_BUILDERS, in_halves, padding
 from tests.tiers import thinned
 
 __all__ = ["in_halves"]  # a fixture
@@ -52,7 +52,7 @@ def gradients(model, batch, weights):
 @pytest.mark.parametrize("name", ["modernbert", "bert"])
 def test_gradients_are_the_cpus(name, settings, in_halves):
     seed_torch(0)
-    stock = MAKE[name]().train()
+    stock = MODEL_BUILDERS[name]().train()
     mask = padding("right")
     batch = {"input_ids": torch.randint(3, 60, (3, LENGTH)), "attention_mask": mask}
     weights = torch.randn(3, LENGTH, 32) * mask[..., None]
@@ -125,13 +125,13 @@ def test_what_was_chosen_is_kept_and_the_rest_is_computed_again(saves, device, m
     steps = ChosenSteps(device)
     steps.with_room_for(saves)
     stored = []
-    real = InMemory.save
+    real = DeviceTensors.save
 
     def noted(self, name, chunk, tensor):
         stored.append((name.split(".")[0], tensor.nbytes))
         real(self, name, chunk, tensor)
 
-    monkeypatch.setattr(InMemory, "save", noted)
+    monkeypatch.setattr(DeviceTensors, "save", noted)
     result, attended = attended_in_backward(steps, monkeypatch)
     assert are_equal(result, steps.expected[0])
     saved = sum(size for name, size in stored if name in ("attn_out", "lse", "product"))

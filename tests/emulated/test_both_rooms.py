@@ -1,7 +1,7 @@
 """offload="auto" on a device that is really short of memory: what was chosen stays and leaves, each
 allocation in turn fails, and the host has no room.
 
-covers: offload/places.py, offload/policy.py, offload/manager.py, layer/oom.py
+covers: offload/placement.py, offload/policy.py, offload/manager.py, layer/oom.py
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import pytest
 import streambp
 from streambp.errors import HostMemoryError
 from streambp.offload import manager_of
-from streambp.offload.engines import OUT
+from streambp.offload.engines import TO_HOST_QUEUE
 from tests.emulated.test_memory import (
-    BEFORE,
+    EARLY_ERROR_TEXT,
     ENDED,
     Steps,
     are_equal,
@@ -78,7 +78,7 @@ def shared_steps(device):
 def test_what_was_chosen_stays_and_leaves(shared_steps, device):
     steps = shared_steps.started()
     manager = manager_of(steps.model)
-    sent_bytes = manager.transfers.bytes[OUT]
+    sent_bytes = manager.transfers.bytes[TO_HOST_QUEUE]
     resident_bytes = []
     steps.before_backward = lambda: resident_bytes.append(manager.resident_bytes)
     result = steps()
@@ -87,7 +87,7 @@ def test_what_was_chosen_stays_and_leaves(shared_steps, device):
     assert choice.on_device > 0
     assert choice.leaving > 0
     assert resident_bytes == [choice.on_device]
-    assert manager.transfers.bytes[OUT] - sent_bytes == choice.leaving
+    assert manager.transfers.bytes[TO_HOST_QUEUE] - sent_bytes == choice.leaving
     assert manager.workspace + choice.on_device <= manager.gpu_memory
     assert are_equal(result, steps.expected[0])
     # the same saves, all of them on the host: fewer bytes on the device, by what stays
@@ -115,7 +115,7 @@ def test_each_allocation_in_turn_fails(first, stride, shared_steps):
         assert steps.allocated() == steps.start, number
 
     outcomes = ends_of_failing_allocations(steps, first, stride, check)
-    assert outcomes[BEFORE] <= 2
+    assert outcomes[EARLY_ERROR_TEXT] <= 2
 
 
 @pytest.mark.parametrize("on_host_full", ["keep", "recompute", "raise"])

@@ -15,11 +15,17 @@ import torch
 
 import streambp
 from streambp.cli.environment import environment
-from streambp.device import counted_bytes, is_accelerator, is_elsewhere, memory_limit, tells_memory
+from streambp.device import (
+    allocator_bytes,
+    is_accelerator,
+    memory_limit,
+    names_other_device,
+    reports_memory,
+)
 from streambp.errors import AttentionChoiceError
 from streambp.model.empty_batches import EmptyBatchWarning
 from streambp.offload import engines
-from streambp.planner.measure_device import CPU, measure_device
+from streambp.planner.measure_device import CPU_SIZES, measure_device
 from tests.emulated import backend
 from tests.families import build, make_batch
 from tests.hangs import HANG
@@ -42,7 +48,7 @@ def test_it_is_an_accelerator_that_tells_its_memory(device):
     for index in range(backend.DEVICES):
         accelerator = torch.device(backend.NAME, index)
         assert is_accelerator(accelerator)
-        assert tells_memory(accelerator)
+        assert reports_memory(accelerator)
         assert memory_limit(accelerator) == LIMIT
     assert isinstance(engines.make_engine(device), engines.AcceleratorEngine)
 
@@ -114,7 +120,7 @@ def test_a_tensor_is_elsewhere_where_torch_would_move_it(device):
                     x,
                     x.cpu(),
                 ):
-                    assert is_elsewhere(x, [target, torch.float32, False]) == (
+                    assert names_other_device(x, [target, torch.float32, False]) == (
                         x.to(target).device != x.device
                     ), target
 
@@ -135,14 +141,14 @@ def test_pinned_memory_makes_copies_asynchronous(device):
 
 def test_memory_runs_out(device, limited):
     accelerator = torch.device(backend.NAME, 0)
-    bytes_before = counted_bytes(accelerator, "allocated")
-    limited(counted_bytes(accelerator, "reserved") + 2**20)
+    bytes_before = allocator_bytes(accelerator, "allocated")
+    limited(allocator_bytes(accelerator, "reserved") + 2**20)
     x = torch.empty(2**20, dtype=torch.uint8, device=accelerator)
-    assert counted_bytes(accelerator, "allocated") - bytes_before == 2**20
+    assert allocator_bytes(accelerator, "allocated") - bytes_before == 2**20
     with pytest.raises(torch.OutOfMemoryError):
         torch.empty(2**20, dtype=torch.uint8, device=accelerator)
     del x
-    assert counted_bytes(accelerator, "allocated") == bytes_before
+    assert allocator_bytes(accelerator, "allocated") == bytes_before
     torch.empty(2**20, dtype=torch.uint8, device=accelerator)
 
 
@@ -229,7 +235,7 @@ def test_accelerate_sees_it(device):
 
 
 def test_its_rates_can_be_measured():
-    rates = measure_device(backend.NAME, CPU)
+    rates = measure_device(backend.NAME, CPU_SIZES)
     assert rates.name == "an emulated device"
     assert min(rates.products, rates.forward, rates.backward, rates.bandwidth, rates.link) > 0
 

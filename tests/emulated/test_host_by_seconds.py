@@ -1,8 +1,8 @@
 """The default on a device whose steps are faster with the host: what was chosen stays and leaves,
 after steps that pay for pinning, and memory runs out in each phase. [Note: host by seconds]
 
-covers: offload/moving.py, offload/policy.py, layer/saved.py, attention/prefix.py, layer/oom.py,
-    model/describe.py, planner/auto.py
+covers: offload/host_choice.py, offload/policy.py, layer/saved_tensors.py, attention/prefix.py,
+    layer/oom.py, model/describe.py, planner/auto.py
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import pytest
 
 import streambp
 from streambp.errors import StreamBPError
-from streambp.layer import saved
-from streambp.offload import manager_of, moving
-from streambp.offload.engines import OUT
+from streambp.layer import saved_tensors
+from streambp.offload import host_choice, manager_of
+from streambp.offload.engines import TO_HOST_QUEUE
 from streambp.offload.policy import SavesPolicy
 from tests.emulated.test_memory import (
-    BEFORE,
+    EARLY_ERROR_TEXT,
     ENDED,
     Steps,
     are_equal,
@@ -33,8 +33,8 @@ pytestmark = pytest.mark.emulated
 LENGTH = 41
 CHUNK = 20
 LINK = 1e9  # bytes/s
-STEP = 10.0  # seconds of a step without saves
-WORTH = 5.0  # seconds that all saves would spare
+STEP_SECONDS = 10.0  # seconds of a step without saves
+SPARED_SECONDS = 5.0  # seconds that all saves would spare
 
 
 def spared_flops(costs):
@@ -45,7 +45,7 @@ def spared_flops(costs):
     )
 
 
-class ByDefault(Steps):
+class DefaultSteps(Steps):
     """A patched model on a device that has room for a step without saves, and hardly for more. By
     prediction, saves spare seconds, and the link takes part of a layer."""
 
@@ -75,18 +75,18 @@ class ByDefault(Steps):
             + sum(product.bytes for product in cost.products.values())
             for cost in costs.values()
         )
-        figures.products = spared_flops(figures.costs) / WORTH
-        figures.seconds = lambda tokens, chunk: STEP
+        figures.products = spared_flops(figures.costs) / SPARED_SECONDS
+        figures.seconds = lambda tokens, chunk: STEP_SECONDS
         if figures.on_host is not None:
             host_figures = figures.on_host()
             assert host_figures is not None
             # copies under way take `part`
-            need = Room(figures.need, (headroom + 1.1 * part) * layer)
+            need = StepRoom(figures.need, (headroom + 1.1 * part) * layer)
             forward = len(costs) * part * layer / LINK
             on_host = dataclasses.replace(
                 host_figures,
                 need=need,
-                seconds=lambda tokens, chunk: (forward, STEP - forward, STEP),
+                seconds=lambda tokens, chunk: (forward, STEP_SECONDS - forward, STEP_SECONDS),
                 products=figures.products,
                 attention=1.0,
                 link=LINK,
@@ -95,14 +95,14 @@ class ByDefault(Steps):
         policy.free = lambda device: figures.need(LENGTH, CHUNK, 0.0)
         if policy.host is not None:
             policy.host.price = price
-            policy.host.waited = moving.COUNTING
+            policy.host.waited = host_choice.COUNTING_SECONDS
 
     @property
     def is_moving(self):
         return self.chooser.moving is not None
 
 
-class Room:
+class StepRoom:
     """The need of a step that leaves so many bytes more free than one on the device."""
 
     def __init__(self, need, spared_bytes):
@@ -117,14 +117,14 @@ class Room:
 
 @pytest.fixture(scope="module")
 def shared_steps(device):
-    return ByDefault(device)
+    return DefaultSteps(device)
 
 
 def moved_as_chosen(steps):
     """A step moves what was chosen, and keeps what was chosen: its loss and gradients."""
     steps.started()
     manager = manager_of(steps.model)
-    sent_bytes = manager.transfers.bytes[OUT]
+    sent_bytes = manager.transfers.bytes[TO_HOST_QUEUE]
     resident_bytes = []
     steps.before_backward = lambda: resident_bytes.append(manager.resident_bytes)
     result = steps()
@@ -134,8 +134,8 @@ def moved_as_chosen(steps):
     assert choice.on_device > 0
     assert choice.leaving > choice.inputs - choice.on_device
     assert resident_bytes == [choice.on_device]
-    assert manager.transfers.bytes[OUT] - sent_bytes == choice.leaving
-    assert manager.host_bytes <= moving.RESERVED * choice.leaving + 64
+    assert manager.transfers.bytes[TO_HOST_QUEUE] - sent_bytes == choice.leaving
+    assert manager.host_bytes <= host_choice.HOST_ALLOCATION_FACTOR * choice.leaving + 64
     assert manager.overflow_count == 0
     return result
 
@@ -166,7 +166,7 @@ def test_what_was_chosen_stays_and_leaves(shared_steps):
     ids=str,
 )
 def test_settings_with_which_nothing_moves(settings, device):
-    steps = ByDefault.__new__(ByDefault)
+    steps = DefaultSteps.__new__(DefaultSteps)
     steps.predict = lambda *_: None
     steps.__init__(device, **settings)
     policy = steps.model._streambp.saves_policy
@@ -177,14 +177,14 @@ def test_settings_with_which_nothing_moves(settings, device):
 
 
 def test_offload_none_moves_nothing_where_it_would_be_faster(device):
-    steps = ByDefault(device, offload="none")
+    steps = DefaultSteps(device, offload="none")
     assert are_equal(steps(), steps.expected[0])
     assert not steps.is_moving
     assert streambp.last_step(steps.model).host is None
 
 
 def test_steps_pay_for_pinning_first(device):
-    steps = ByDefault(device, price=1.0)
+    steps = DefaultSteps(device, price=1.0)
     host = steps.chooser.host
     assert not steps.is_moving
     assert 0 < host.gain < host.unpaid_seconds
@@ -208,7 +208,7 @@ def manager_is_used(model):
 
 
 def test_a_step_without_room_on_the_device_moves_at_once(device):
-    steps = ByDefault(device, price=1e9)
+    steps = DefaultSteps(device, price=1e9)
     assert not steps.is_moving
     figures = steps.chooser.figures
     steps.chooser.free = lambda device: figures.need(LENGTH, CHUNK, 0.0) - 1.0
@@ -218,7 +218,7 @@ def test_a_step_without_room_on_the_device_moves_at_once(device):
 
 
 def test_host_memory_that_cannot_be_pinned_is_not_used(device):
-    steps = ByDefault(device)
+    steps = DefaultSteps(device)
     assert steps.is_moving
     (engine,) = manager_of(steps.model).transfers.engines.values()
     engine.pinned = False
@@ -228,7 +228,7 @@ def test_host_memory_that_cannot_be_pinned_is_not_used(device):
 
 @pytest.mark.parametrize(("name", "value"), [("drew", True), ("allowed", False)])
 def test_draws_and_shared_sequences_keep_everything(name, value, device):
-    steps = ByDefault(device)
+    steps = DefaultSteps(device)
     assert steps.is_moving
     setattr(steps.chooser.host, name, value)
     assert are_equal(steps(), steps.expected[0])
@@ -251,14 +251,14 @@ def test_each_allocation_in_turn_fails(first, stride, shared_steps):
         steps.forget()
 
     outcomes = ends_of_failing_allocations(steps, first, stride, check)
-    assert outcomes[BEFORE] <= 2
+    assert outcomes[EARLY_ERROR_TEXT] <= 2
     assert outcomes[ENDED] >= 0.5 * outcomes.total()
 
 
 @pytest.mark.parametrize("on_host_full", ["keep", "recompute"])
 def test_a_host_that_fills_up(on_host_full, device):
     """The system refuses what the budget allows."""
-    steps = ByDefault(device, on_host_full=on_host_full)
+    steps = DefaultSteps(device, on_host_full=on_host_full)
     manager = manager_of(steps.model)
     manager.close()
     start = manager.start
@@ -281,12 +281,14 @@ def test_a_host_that_fills_up(on_host_full, device):
 
 
 def stays_on_paper(patch):
-    patch.setattr(moving.HostChoice, "prepare", lambda self, step: None)
+    patch.setattr(host_choice.HostChoice, "prepare", lambda self, step: None)
 
 
 def keeps_what_stays(patch):
     patch.setattr(
-        saved.SavedForBackward, "_drop_saves_on_device", lambda self, store, is_running: False
+        saved_tensors.SavedForBackward,
+        "_drop_saves_on_device",
+        lambda self, store, is_running: False,
     )
 
 
@@ -295,14 +297,14 @@ def never_moves(patch):
 
 
 def without_a_price(patch):
-    patch.setattr(moving.HostChoice, "began", lambda self, step: None)
+    patch.setattr(host_choice.HostChoice, "begin_micro_batch", lambda self, step: None)
 
 
 @pytest.mark.parametrize("mutant", [stays_on_paper, never_moves])
 def test_mutant_of_the_choice_turns_a_test_red(mutant, device, monkeypatch):
     mutant(monkeypatch)
     with pytest.raises((AssertionError, StreamBPError)):
-        moved_as_chosen(ByDefault(device))
+        moved_as_chosen(DefaultSteps(device))
 
 
 def test_mutant_of_the_price_turns_a_test_red(device, monkeypatch):

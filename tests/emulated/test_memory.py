@@ -19,7 +19,7 @@ import torch
 
 import streambp
 from streambp.admission import long_trial, probe, trials
-from streambp.device import counted_bytes
+from streambp.device import allocator_bytes
 from streambp.errors import DeviceMemoryError
 from streambp.model import unpatched
 from tests.emulated import backend
@@ -29,18 +29,18 @@ from tests.tiers import thinned
 pytestmark = pytest.mark.emulated
 # tokens: few for one allocation after the other, many where activations are to outweigh weights
 FEW, MANY = (9, 96)
-WAYS = {
+STEP_KINDS = {
     "chunks": {},
     "graph": {"chunk_size": 4096, "unpatched_runs": False},
     "unpatched": {"chunk_size": 4096},
 }
-RUN_AS = {
+STEP_CONFIGS = {
     "chunks": ("streamed", 2),
     "graph": ("kept its graph", 1),
     "unpatched": ("ran unpatched", 1),
 }
 # of steps in which one allocation fails
-LEAST_ENDED = {"chunks": 0.5, "graph": 0.5, "unpatched": 0.3}
+MIN_COMPLETED_SHARES = {"chunks": 0.5, "graph": 0.5, "unpatched": 0.3}
 PACKAGE = Path(streambp.__file__).parent
 
 
@@ -53,13 +53,13 @@ class Steps:
 
     def __init__(self, way, length, device):
         self.way, self.batch = way, make_batch("plain", length=length, rows=1)
-        config = streambp.StreamConfig(**{"chunk_size": length // 2 + 1, **WAYS[way]})
+        config = streambp.StreamConfig(**{"chunk_size": length // 2 + 1, **STEP_KINDS[way]})
         self.model = streambp.patch(build("qwen3", device="cpu"), config).to(device)
         self.before_backward = None
         for _ in range(4):
             first = self()
         record = streambp.last_step(self.model)
-        assert (record.way, record.chunks) == RUN_AS[way], record
+        assert (record.way, record.chunks) == STEP_CONFIGS[way], record
         self.expected = [first]
         if way == "unpatched":  # where memory is short it is streamed, and rounded otherwise
             self.model._streambp.unpatched.max_tokens = 0
@@ -75,7 +75,7 @@ class Steps:
         gc.collect()
         torch.accelerator.reset_peak_memory_stats(emulated_device())
         self()
-        self.peak, self.start = counted_bytes(emulated_device(), "peak"), self.allocated()
+        self.peak, self.start = allocator_bytes(emulated_device(), "peak"), self.allocated()
         self.other_bytes = self.start - sum(p.nbytes for p in self.model.parameters())
         return self
 
@@ -107,7 +107,7 @@ class Steps:
         """Bytes, without gradients, and without a collection."""
         self.model.zero_grad(set_to_none=True)
         torch.accelerator.synchronize()
-        return counted_bytes(emulated_device(), "allocated")
+        return allocator_bytes(emulated_device(), "allocated")
 
     def forget(self):
         """What running out of memory has taught."""
@@ -126,7 +126,7 @@ def steps_of(device):
     return functools.cache(functools.partial(Steps, device=device))
 
 
-@pytest.fixture(params=WAYS)
+@pytest.fixture(params=STEP_KINDS)
 def way(request, monkeypatch):
     if request.param == "unpatched":  # the tests' conftest.py has every step streamed
         monkeypatch.setattr(unpatched, "MAX_SHARE_OF_FREE_MEMORY", 0.25)
@@ -139,7 +139,7 @@ def trial_names(monkeypatch):
     names = []
     for module, name in (
         (probe, "_why_not"),
-        (trials, "_writes"),
+        (trials, "_find_writes"),
         (long_trial, "why_not_at_length"),
     ):
         real = getattr(module, name)
@@ -151,7 +151,7 @@ def trial_names(monkeypatch):
 
 ENDED, ADVISED, WRONG = "ended bit for bit", "raised with advice", "wrong"
 WARNED = "torch's own backward raised, beside a warning with advice"
-BEFORE = "torch raised before backward came to us: a gradient of the loss, one number"
+EARLY_ERROR_TEXT = "torch raised before backward came to us: a gradient of the loss, one number"
 
 
 def outcome(steps):
@@ -180,7 +180,7 @@ def outcome(steps):
             # autograd's thread lets go of the callback once it gets Python's lock
             time.sleep(0.001)
     if one_number and not caught:
-        return BEFORE
+        return EARLY_ERROR_TEXT
     advice = [str(warning.message) for warning in caught] + [text] * ours
     if len(advice) != 1 or "StreamConfig" not in advice[0]:
         return f"{WRONG}: advice {advice} beside {error_text} through {through[-1:]}"
@@ -205,7 +205,7 @@ def state_after(steps, trial_names):
     return state
 
 
-CLEAN = (0, ENDED, [])
+CLEAN_STATE = (0, ENDED, [])
 
 
 def ends_of_failing_allocations(steps, first, stride, check):
@@ -223,7 +223,7 @@ def ends_of_failing_allocations(steps, first, stride, check):
         backend.extension().fail_after(0, -1)
         gc.enable()
     print(f"allocations {first}, {first + stride}, ... of {steps.allocations}: {dict(outcomes)}")
-    assert outcomes.keys() <= {ENDED, ADVISED, WARNED, BEFORE}
+    assert outcomes.keys() <= {ENDED, ADVISED, WARNED, EARLY_ERROR_TEXT}
     return outcomes
 
 
@@ -234,11 +234,11 @@ def test_each_allocation_in_turn_fails(way, first, stride, steps_of, trial_names
     steps = steps_of(way, FEW).started()
 
     def check(number):
-        assert state_after(steps, trial_names) == CLEAN, number
+        assert state_after(steps, trial_names) == CLEAN_STATE, number
 
     outcomes = ends_of_failing_allocations(steps, first, stride, check)
-    assert outcomes[BEFORE] <= 2  # that of the loss, and of the sum that it is a part of
-    assert outcomes[ENDED] >= LEAST_ENDED[way] * outcomes.total()
+    assert outcomes[EARLY_ERROR_TEXT] <= 2  # that of the loss, and of the sum that it is a part of
+    assert outcomes[ENDED] >= MIN_COMPLETED_SHARES[way] * outcomes.total()
 
 
 @pytest.mark.parametrize("when", ["between steps", "before backward", "in a chunk"])
@@ -270,4 +270,4 @@ def test_a_limit_is_lowered(way, share, when, steps_of, trial_names):
         backend.extension().set_limit(0, backend.LIMIT)
     print(f"{way}, {share} {when}: {outcomes}")
     assert set(outcomes) <= {ENDED, ADVISED, WARNED}
-    assert state_after(steps, trial_names) == CLEAN
+    assert state_after(steps, trial_names) == CLEAN_STATE

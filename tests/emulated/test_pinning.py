@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from streambp.device import forget_error
 from streambp.offload import engines, manager_of
 from tests.emulated import backend
-from tests.offload.runs import BOTH, assert_same, model_with, offloaded, step
+from tests.offload.runs import BOTH_SAVES, assert_same, model_with, offloaded, step
 
 pytestmark = pytest.mark.emulated
 
@@ -57,7 +57,7 @@ def test_memory_that_cannot_be_pinned_is_copied_synchronously_with_one_warning(
     error, asynchronous, monkeypatch
 ):
     monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime(error))
-    expected = step(model_with(BOTH))
+    expected = step(model_with(BOTH_SAVES))
     model = offloaded(gpu_memory=1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -73,11 +73,13 @@ def test_a_copy_that_compute_waits_for_is_counted(device):
     step(model)
     (engine,) = manager_of(model).transfers.engines.values()
     stall_before = manager_of(model).stats()["stall_back"]
-    backend.extension().set_delays(0, engine._streams[engines.BACK].stream_id, 0.02, 0.0)
+    backend.extension().set_delays(0, engine._streams[engines.FROM_HOST_QUEUE].stream_id, 0.02, 0.0)
     try:
         step(model)
     finally:
-        backend.extension().set_delays(0, engine._streams[engines.BACK].stream_id, 0.0, 0.0)
+        backend.extension().set_delays(
+            0, engine._streams[engines.FROM_HOST_QUEUE].stream_id, 0.0, 0.0
+        )
     assert manager_of(model).stats()["stall_back"] > stall_before
 
 
@@ -127,7 +129,7 @@ class Launches(TorchDispatchMode):
 def test_an_error_that_pinning_left_behind_does_not_reach_the_step(asynchronous, monkeypatch):
     runtime = FakeRuntime()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    expected = step(model_with(BOTH))
+    expected = step(model_with(BOTH_SAVES))
     model = offloaded(gpu_memory=1)
     with Launches(runtime):
         with pytest.warns(UserWarning, match="could not be pinned"):

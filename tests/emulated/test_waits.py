@@ -29,19 +29,19 @@ SETTINGS = {
     "auto": {"offload": "auto", "gpu_memory": 1},
 }
 # Seconds a copy, or a kernel.
-SLOW = {"out": (0.08, 0.0, 0.0), "back": (0.0, 0.08, 0.0), "compute": (0.0, 0.0, 0.003)}
+SLOW_QUEUES = {"out": (0.08, 0.0, 0.0), "back": (0.0, 0.08, 0.0), "compute": (0.0, 0.0, 0.003)}
 # a wait that is left out may show itself only in the second or third: the host can be late as well
-LONGER = (1, 5, 25)
-NEEDED = {
+DELAY_FACTORS = (1, 5, 25)
+NEEDED_WAITS = {
     "1 in send": "compute",
     "2 in load": "compute",
     "4 in peek": "back",
     "6 in release": "out",
 }
-IMPLIED = ("3 in load", "5 in send", "6 in borrow")  # [Note: offload order]
-BROKEN_OFF = "4 in _retire"  # reached where a step ends before its backward does
-NUMBERED = re.compile(r"# (?:\[Note: offload order\], )?(\d)")
-WAITS = {}  # file and line of each wait, by its number in the note and its function
+IMPLIED_WAITS = ("3 in load", "5 in send", "6 in borrow")  # [Note: offload order]
+ABORTED_STEP_WAIT = "4 in _retire"  # reached where a step ends before its backward does
+NUMBERED_COMMENT = re.compile(r"# (?:\[Note: offload order\], )?(\d)")
+WAIT_LINES = {}  # file and line of each wait, by its number in the note and its function
 for module in (transfers, manager):
     lines = inspect.getsource(module).splitlines()
     for number, line in enumerate(lines, 1):
@@ -52,8 +52,8 @@ for module in (transfers, manager):
                 if (m := re.match(r"\s*def (\w+)", earlier_line))
             )
             # The number stands behind the wait, or above it.
-            marked = NUMBERED.search(line) or NUMBERED.search(lines[number - 2])
-            WAITS[f"{marked[1]} in {function}"] = module.__file__, number
+            marked = NUMBERED_COMMENT.search(line) or NUMBERED_COMMENT.search(lines[number - 2])
+            WAIT_LINES[f"{marked[1]} in {function}"] = module.__file__, number
 
 
 class Leaky(engines.AcceleratorEngine):
@@ -69,10 +69,10 @@ class Leaky(engines.AcceleratorEngine):
         else:
             super().wait(queue, event)
 
-    def spent(self):
+    def queue_seconds(self):
         """Of a link that has room for all: what offload="auto" saves does not depend on the host's
         other work."""
-        return {name: 1e-9 * seconds for name, seconds in super().spent().items()}
+        return {name: 1e-9 * seconds for name, seconds in super().queue_seconds().items()}
 
 
 def step(model, batch):
@@ -90,8 +90,8 @@ def slow_down(engine, out_delay, back_delay, compute_delay, times=1):
     )
     c = backend.extension()
     c.set_delays(0, 0, 0.0, compute_delay)
-    c.set_delays(0, engine._streams[engines.OUT].stream_id, out_delay, 0.0)
-    c.set_delays(0, engine._streams[engines.BACK].stream_id, back_delay, 0.0)
+    c.set_delays(0, engine._streams[engines.TO_HOST_QUEUE].stream_id, out_delay, 0.0)
+    c.set_delays(0, engine._streams[engines.FROM_HOST_QUEUE].stream_id, back_delay, 0.0)
 
 
 @pytest.fixture(scope="module", params=thinned(SETTINGS, lambda name: name == "attn_out + kv"))
@@ -148,8 +148,8 @@ def step_without_wait(run, wait, slow, broken_off=False, times=1):
     """
     _, model, batch, expected, engine = run
     assert type(engine) is Leaky
-    slow_down(engine, *SLOW[slow], times)
-    Leaky.line, Leaky.left_out = WAITS.get(wait), 0
+    slow_down(engine, *SLOW_QUEUES[slow], times)
+    Leaky.line, Leaky.left_out = WAIT_LINES.get(wait), 0
     try:
         if broken_off:
             break_off(model, batch)
@@ -161,20 +161,20 @@ def step_without_wait(run, wait, slow, broken_off=False, times=1):
 
 
 def test_every_wait_is_tried():
-    assert {*NEEDED, *IMPLIED, BROKEN_OFF} == set(WAITS)
+    assert {*NEEDED_WAITS, *IMPLIED_WAITS, ABORTED_STEP_WAIT} == set(WAIT_LINES)
 
 
 @pytest.mark.parametrize("broken_off", thinned([False, True], lambda broken_off: not broken_off))
-@pytest.mark.parametrize("slow", SLOW)
+@pytest.mark.parametrize("slow", SLOW_QUEUES)
 def test_with_all_waits_a_step_is_right(run, slow, broken_off):
     assert step_without_wait(run, None, slow, broken_off) == (True, 0)
 
 
-@pytest.mark.parametrize("wait", NEEDED)
+@pytest.mark.parametrize("wait", NEEDED_WAITS)
 def test_a_wait_that_is_needed(run, wait):
-    for times in LONGER:
+    for times in DELAY_FACTORS:
         try:
-            is_equal, left_out = step_without_wait(run, wait, NEEDED[wait], times=times)
+            is_equal, left_out = step_without_wait(run, wait, NEEDED_WAITS[wait], times=times)
         except torch.AcceleratorError:  # garbage in the place of an index
             return
         assert left_out > 0
@@ -183,8 +183,8 @@ def test_a_wait_that_is_needed(run, wait):
     raise AssertionError(f"nothing shows that the wait {wait} was left out")
 
 
-@pytest.mark.parametrize("slow", thinned(SLOW, lambda slow: slow == "out"))
-@pytest.mark.parametrize("wait", IMPLIED)
+@pytest.mark.parametrize("slow", thinned(SLOW_QUEUES, lambda slow: slow == "out"))
+@pytest.mark.parametrize("wait", IMPLIED_WAITS)
 def test_a_wait_that_others_imply(run, wait, slow):
     is_equal, left_out = step_without_wait(run, wait, slow)
     # nothing is borrowed there
@@ -196,8 +196,8 @@ def after_breaking_off(run, wait, times):
     """Whether tensors made after a step that broke off keep their values, and how many waits it
     left out."""
     _, model, batch, _, engine = run
-    slow_down(engine, *SLOW["back"], times)
-    Leaky.line, Leaky.left_out = WAITS.get(wait), 0
+    slow_down(engine, *SLOW_QUEUES["back"], times)
+    Leaky.line, Leaky.left_out = WAIT_LINES.get(wait), 0
     try:
         break_off(model, batch)
         # More of each size than are free, since the step's other tensors are freed, too, and the
@@ -220,8 +220,8 @@ def test_the_wait_of_a_step_that_breaks_off(run):
 
 
 def test_the_wait_of_a_step_that_breaks_off_is_needed(run):
-    for times in LONGER:
-        is_unchanged, left_out = after_breaking_off(run, BROKEN_OFF, times)
+    for times in DELAY_FACTORS:
+        is_unchanged, left_out = after_breaking_off(run, ABORTED_STEP_WAIT, times)
         # one layer input at most is on its way, and it may be let go of before this or after
         if run[0] == "gpu_memory=1":
             assert is_unchanged or left_out

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import Trainer, TrainingArguments
 
-from streambp.device import counted_bytes
+from streambp.device import allocator_bytes
 from streambp.integrations import optimizer_in_backward
 from streambp.offload import engines, gradients, weights
 from tests.device import limit_memory
@@ -25,15 +25,15 @@ from tests.tiers import thinned
 pytestmark = pytest.mark.emulated
 FAMILIES = ("qwen3", "qwen3_moe", "qwen3_next", "falcon_h1")
 # Seconds of each copy to the device or from it, or of each kernel.
-SLOW = {"back": (0.05, 0.0, 0.0), "out": (0.0, 0.05, 0.0), "compute": (0.0, 0.0, 0.001)}
-WAITS = {
+SLOW_QUEUES = {"back": (0.05, 0.0, 0.0), "out": (0.0, 0.05, 0.0), "compute": (0.0, 0.0, 0.001)}
+WAIT_CASES = {
     line.rpartition("# ")[2]: (module.__file__, number)
     for module in (weights, gradients)
     for number, line in enumerate(inspect.getsource(module).splitlines(), 1)
     if ".wait(" in line
 }
-NEEDED = {"7": "compute", "8": "back", "9": "compute", "10": "out", "11": "out"}
-OF_GRADIENTS = ("9", "10", "11")
+NEEDED_WAITS = {"7": "compute", "8": "back", "9": "compute", "10": "out", "11": "out"}
+GRADIENT_WAITS = ("9", "10", "11")
 
 
 class Leaky(engines.AcceleratorEngine):
@@ -167,10 +167,13 @@ def step_without_wait(run, wait, slow, times=1):
     assert type(engine) is Leaky
     c, (back_delay, out_delay, compute_delay) = (
         backend.extension(),
-        (times * seconds for seconds in SLOW[slow]),
+        (times * seconds for seconds in SLOW_QUEUES[slow]),
     )
-    streams = [engine._streams[queue].stream_id for queue in (engines.BACK, engines.OUT)]
-    Leaky.line, Leaky.left_out = WAITS.get(wait), 0
+    streams = [
+        engine._streams[queue].stream_id
+        for queue in (engines.FROM_HOST_QUEUE, engines.TO_HOST_QUEUE)
+    ]
+    Leaky.line, Leaky.left_out = WAIT_CASES.get(wait), 0
     try:
         c.set_delays(0, 0, 0.0, compute_delay)
         for stream, seconds in zip(streams, (back_delay, out_delay), strict=True):
@@ -188,7 +191,7 @@ def test_with_all_waits_a_step_is_right(run, slow):
     assert step_without_wait(run, None, slow) == (True, 0)
 
 
-@pytest.mark.parametrize("slow", SLOW)
+@pytest.mark.parametrize("slow", SLOW_QUEUES)
 def test_with_all_waits_gradients_on_the_host_are_right(full_run, slow):
     assert step_without_wait(full_run, None, slow) == (True, 0)
     model = full_run[0]
@@ -202,11 +205,11 @@ def test_with_all_waits_gradients_on_the_host_are_right(full_run, slow):
     assert all(buffer.memory.is_pinned() for buffer in weights_of(model)._buffers)
 
 
-@pytest.mark.parametrize("wait", NEEDED)
+@pytest.mark.parametrize("wait", NEEDED_WAITS)
 def test_a_wait_that_is_needed(wait, request):
-    chosen_run = request.getfixturevalue("full_run" if wait in OF_GRADIENTS else "run")
+    chosen_run = request.getfixturevalue("full_run" if wait in GRADIENT_WAITS else "run")
     for times in (1, 5, 25):  # the host can be late as well
-        is_same, left_out = step_without_wait(chosen_run, wait, NEEDED[wait], times)
+        is_same, left_out = step_without_wait(chosen_run, wait, NEEDED_WAITS[wait], times)
         assert left_out > 0
         if not is_same:
             return
@@ -217,7 +220,7 @@ def test_the_device_holds_two_layers(run, device):
     """Beside what is not the layers': embeddings, head, norms, adapters."""
     model = run[0]
     model.zero_grad(set_to_none=True)
-    allocated = counted_bytes(torch.device(device.type, 0), "allocated")
+    allocated = allocator_bytes(torch.device(device.type, 0), "allocated")
     on_device = sum(p.nbytes for p in model.parameters() if p.device.type == device.type)
     largest = max(layer.memory.numel() for layer in weights_of(model).ranges.layers.values())
     assert weights_of(model).device_bytes == 2 * largest

@@ -11,17 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.watch import SEEN
+from tests.distributed.watch import TRAINED_PREFIX
 from tests.hangs import HANG
 
 ROOT = Path(__file__).parent.parent.parent
 EXAMPLES = ROOT / "examples"
-WATCH = "tests.distributed.watch"
+WATCH_MODULE = "tests.distributed.watch"
 
 
 def check_engine(result, engine):
     """Of every rank's training."""
-    assert re.findall(rf"{SEEN}(.*)", result.stdout) == [f" {engine}"] * 2
+    assert re.findall(rf"{TRAINED_PREFIX}(.*)", result.stdout) == [f" {engine}"] * 2
 
 
 def torchrun(script, *arguments):
@@ -55,7 +55,7 @@ def torchrun(script, *arguments):
 def test_loss_falls(name, engine):
     if name == "deepspeed_zero3":
         pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
-    result = torchrun("-m", WATCH, EXAMPLES / name / "train.py")
+    result = torchrun("-m", WATCH_MODULE, EXAMPLES / name / "train.py")
     assert result.returncode == 0, result.stderr[-3000:]
     check_engine(result, engine)
     losses = [float(x) for x in re.findall(r"loss ([\d.]+)", result.stdout)]
@@ -67,7 +67,7 @@ def test_loss_falls(name, engine):
 @pytest.mark.full
 def test_context_parallel():
     """Every rank holds a part of the half that asks, and of the half that answers."""
-    result = torchrun("-m", WATCH, EXAMPLES / "context_parallel" / "train.py")
+    result = torchrun("-m", WATCH_MODULE, EXAMPLES / "context_parallel" / "train.py")
     assert result.returncode == 0, result.stderr[-3000:]
     check_engine(result, "fsdp2")
     losses = [
@@ -97,7 +97,7 @@ def test_sequence_parallel(tmp_path):
     """The asking half of every sequence is on rank 1, what it asks for on rank 0."""
     pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
     result = torchrun(
-        "-m", WATCH, EXAMPLES / "sequence_parallel" / "train.py", "--output", str(tmp_path)
+        "-m", WATCH_MODULE, EXAMPLES / "sequence_parallel" / "train.py", "--output", str(tmp_path)
     )
     assert result.returncode == 0, result.stderr[-3000:]
     check_engine(result, "zero-3")
@@ -109,7 +109,7 @@ def test_sequence_parallel(tmp_path):
     assert "split over 2 ranks" in result.stdout
 
 
-BREAKS = """
+BREAKING_SCRIPT = """
 import os, sys, torch, torch.distributed as dist
 import streambp
 from tests.distributed.watch import engine_of, tell
@@ -151,7 +151,7 @@ print("all steps done")
 BREAKS_BETWEEN_EXCHANGES = """
 import contextlib, os, sys, torch, torch.distributed as dist, streambp
 from streambp.model.split import find_split
-from tests.distributed.context_worker import as_trainer_gives, gathered, init_device_mesh, split
+from tests.distributed.context_worker import as_trainer_gives, gathered_keys, init_device_mesh, split
 from tests.distributed.split_worker import model_for, register, shard, whole_batch
 from tests.distributed.watch import tell
 engine, phase = sys.argv[1:]
@@ -161,7 +161,7 @@ if engine == "Ulysses":
     register()
 else:
     dist.init_process_group("gloo")
-    gathered.ROOM = 1  # one head at a time, the next on its way
+    gathered_keys.DEFAULT_KEY_BYTES = 1  # one head at a time, the next on its way
 rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2,))
 model = streambp.patch(model_for({}), streambp.StreamConfig(chunk_size=5))
 steps, calls = [], []
@@ -194,7 +194,7 @@ def test_a_rank_that_raises_ends_the_job_with_its_error(engine, phase, tmp_path)
         pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
     script = tmp_path / "breaks.py"
     script.write_text(
-        BREAKS_BETWEEN_EXCHANGES if engine in ("Ulysses", "ContextParallel") else BREAKS
+        BREAKS_BETWEEN_EXCHANGES if engine in ("Ulysses", "ContextParallel") else BREAKING_SCRIPT
     )
     result = torchrun(script, engine, phase)  # a rank that hangs does so for half an hour
     assert result.returncode != 0

@@ -14,7 +14,7 @@ pytest.importorskip("trl", reason="TRL is not installed")
 
 from tests.examples.test_long_context_sft import ROOT, run_here, run_script
 
-LEARNT = {
+LEARNED_TEXTS = {
     "sft": ("mean_token_accuracy", 0.9),
     "dpo": ("rewards/accuracies", 0.9),
     "grpo": ("reward", 0.8),
@@ -48,11 +48,11 @@ def test_rows_that_are_not_there(tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", LEARNT)
+@pytest.mark.parametrize("name", LEARNED_TEXTS)
 def test_default_run_learns(name, tmp_path):
     result = run_script(f"{name}.py", "--output", tmp_path)
     assert result.returncode == 0, result.stderr[-3000:]
-    key, bar = LEARNT[name]
+    key, bar = LEARNED_TEXTS[name]
     assert last(result.stdout, key) >= bar
     assert (tmp_path / f"{name}.png").exists() == (
         importlib.util.find_spec("matplotlib") is not None

@@ -23,8 +23,8 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointError
 
 import streambp
-from streambp.admission import checkpointed as whole
 from streambp.admission import entry, kept_values, probe
+from streambp.admission import layer_checkpoint as whole
 from streambp.errors import BackwardError, StreamBPError, UnsupportedModelError
 from streambp.fingerprint import hooks as watched
 from streambp.fingerprint import observed_values
@@ -32,16 +32,16 @@ from streambp.fingerprint import snapshots as fingerprint
 from streambp.layer import function, layer_state
 from streambp.layer import gradients as layer_gradients
 from tests.admission.test_side_effects import CONFIG, Wrapped, around_mlp, pair, paths, reasons
-from tests.conftest import SHARING
+from tests.conftest import SHARES_PREFIXES
 from tests.families import build, make_batch, mix_neighbours
 from tests.model.test_contract import check_agree
-from tests.oracle import EXACT, gradients, worst_error
+from tests.oracle import MAX_FLOAT64_ERROR, gradients, worst_error
 from tests.seeds import seed_of, seed_others, seed_torch, seeded
 from tests.tiers import thinned
 
 pytestmark = pytest.mark.usefixtures("float64_oracle")
 SWITCH = {"on": False, "by": 0.0, "deep": [[["deeper", {"on": False}]]]}  # a program's globals
-KEPT: list[torch.Tensor] = []
+STORED_TENSORS: list[torch.Tensor] = []
 
 
 def layer_of(model):
@@ -230,7 +230,7 @@ def object_in_an_attribute(model):
     layer_of(model).self_attn.settings.scale = 2.0
 
 
-CHANGES = {
+LAYER_CHANGES = {
     "hook removed": (
         hook_removed,
         r"forward hook steer \(test_what_changes\.py:\d+\) of mlp is gone",
@@ -284,7 +284,7 @@ def with_more(layer):
 @pytest.mark.parametrize(
     ("runs", "change"),
     thinned(
-        itertools.product(["streams", "checkpoints"], CHANGES),
+        itertools.product(["streams", "checkpoints"], LAYER_CHANGES),
         lambda runs, change: (
             runs == "streams"
             or change in ("hook removed", "flag flipped", "frozen weight", "attribute")
@@ -292,7 +292,7 @@ def with_more(layer):
     ),
 )
 def test_a_change_for_the_forward_alone_raises(change, runs, monkeypatch):
-    make, message = CHANGES[change]
+    make, message = LAYER_CHANGES[change]
     if runs == "checkpoints":
         mix_neighbours(monkeypatch, build("qwen3"))
     _, ours = pair(with_more)
@@ -323,7 +323,7 @@ def test_a_flag_that_no_print_sees():
 def test_backward_inside_is_exact_and_no_new_trial(change, monkeypatch):
     """In every step hooks are put on and taken off, attributes set and reset."""
     trials = counted(monkeypatch)
-    make, _ = CHANGES[change]
+    make, _ = LAYER_CHANGES[change]
     stock, ours = pair(lambda layer: None)
     batch = make_batch("plain")
     for step in range(4):
@@ -334,7 +334,7 @@ def test_backward_inside_is_exact_and_no_new_trial(change, monkeypatch):
                 runs.append(gradients(model, **batch)[1])
             layer_of(model).mlp._forward_hooks.clear()
             layer_of(model).mlp._forward_hooks.update(previous_hooks)
-        assert worst_error(runs[1], runs[0]) <= EXACT
+        assert worst_error(runs[1], runs[0]) <= MAX_FLOAT64_ERROR
         if step == 0:
             first = Counter(trials)
     assert trials == first
@@ -374,7 +374,7 @@ def test_hooks_that_only_look_may_go_before_backward(runs, monkeypatch):
             with hooked(layer_of(model).self_attn, lambda m, a, out: looked(a)):
                 loss.backward()
             grads_of_runs.append({name: p.grad for name, p in model.named_parameters()})
-        assert worst_error(grads_of_runs[1], grads_of_runs[0]) <= EXACT
+        assert worst_error(grads_of_runs[1], grads_of_runs[0]) <= MAX_FLOAT64_ERROR
         if step == 0:
             first = Counter(trials)
     assert trials == first
@@ -430,7 +430,7 @@ def test_what_the_forward_itself_changes_is_no_alarm(runs, monkeypatch):
             losses.append(model(**batches[1], use_cache=False).loss)
             sum(losses).backward()
             grads_of_runs.append({name: p.grad.clone() for name, p in model.named_parameters()})
-        assert worst_error(grads_of_runs[1], grads_of_runs[0]) <= EXACT
+        assert worst_error(grads_of_runs[1], grads_of_runs[0]) <= MAX_FLOAT64_ERROR
         trial_counts.append(sum(trials.values()))
     assert len(set(trial_counts[1:])) == 1, (
         trial_counts
@@ -580,7 +580,10 @@ def test_an_auxiliary_loss_that_is_scheduled_from_zero():
         for model in (stock, ours):
             for layer in model.model.layers:
                 layer.mlp.weight = weight
-        assert worst_error(auxiliary_step(ours, batch), auxiliary_step(stock, batch)) <= EXACT
+        assert (
+            worst_error(auxiliary_step(ours, batch), auxiliary_step(stock, batch))
+            <= MAX_FLOAT64_ERROR
+        )
         assert paths(ours) == {"checkpoints" if weight else "streams"}
     assert all("with their graph" in reason for reason in reasons(ours))
 
@@ -640,7 +643,10 @@ def test_a_hook_that_starts_to_collect(how):
         with pytest.raises(StreamBPError, match=message):
             step(ours, watchers[1][1])
     for _ in range(2):
-        assert worst_error(step(ours, watchers[1][1]), step(stock, watchers[0][1])) <= EXACT
+        assert (
+            worst_error(step(ours, watchers[1][1]), step(stock, watchers[0][1]))
+            <= MAX_FLOAT64_ERROR
+        )
     assert [layer.path for layer in streambp.describe(ours).layers] == ["streams", "checkpoints"]
 
 
@@ -676,8 +682,8 @@ def test_a_generator_of_a_modules_own():
                 (loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters()})
             )
         assert abs(runs[0][0] - runs[1][0]) <= 1e-12 * abs(runs[0][0])
-        assert worst_error(runs[1][1], runs[0][1]) <= EXACT
-    assert reasons(ours) == {probe.DRAWS}
+        assert worst_error(runs[1][1], runs[0][1]) <= MAX_FLOAT64_ERROR
+    assert reasons(ours) == {probe.REASON_RANDOM_NUMBERS}
     check_agree(stock.eval(), ours.eval(), **batches[0])
     assert paths(ours) == {"streams"}
 
@@ -734,9 +740,9 @@ def test_numbers_of_python_and_numpy(library, shared):
                 "next": torch.tensor([random.random(), np.random.random()]),
             }
     for ours, theirs in zip(runs[1], runs[0], strict=True):
-        assert worst_error(ours, theirs) <= EXACT
+        assert worst_error(ours, theirs) <= MAX_FLOAT64_ERROR
         assert torch.equal(ours["next"], theirs["next"])
-    assert reasons(model) == {probe.DRAWS}
+    assert reasons(model) == {probe.REASON_RANDOM_NUMBERS}
 
 
 def lora(**settings):
@@ -777,7 +783,7 @@ def test_adapters_scaled_for_the_forward_alone():
     for model in (stock, ours):
         with helpers.rescale_adapter_scale(model, 0.1):
             runs.append(adapter_gradients(model, **batch)[1])
-    assert worst_error(runs[1], runs[0]) <= EXACT
+    assert worst_error(runs[1], runs[0]) <= MAX_FLOAT64_ERROR
     with helpers.rescale_adapter_scale(ours, 0.1):
         loss = ours(**batch, use_cache=False).loss
     with pytest.raises(BackwardError, match=r"scaling\['first'\] was 0\.4 and is 4\.0"):
@@ -801,7 +807,7 @@ def test_an_activated_lora(tokens, length):
             adapter_gradients(model, **inputs) for model in (stock, ours)
         )
         assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
-        assert worst_error(grads, expected) <= EXACT
+        assert worst_error(grads, expected) <= MAX_FLOAT64_ERROR
         assert any(bool(grad.any()) for grad in expected.values())
         with torch.no_grad():
             losses = [model(**inputs, use_cache=False).loss for model in (stock, ours)]
@@ -826,7 +832,7 @@ def test_adapters_by_row():
     batch = make_batch("plain") | {"adapter_names": ["first", "second"]}
     for _ in range(2):
         expected, grads = (adapter_gradients(model, **batch)[1] for model in (stock, ours))
-        assert worst_error(grads, expected) <= EXACT
+        assert worst_error(grads, expected) <= MAX_FLOAT64_ERROR
         assert len(expected) == 16
     assert all("adapter_names" in reason for reason in reasons(ours))
     with torch.no_grad():
@@ -850,7 +856,7 @@ def test_kinds_are_forgotten_in_the_end(monkeypatch):
         w.layer_state for w in ours.__dict__["_streambp"].wrappers if hasattr(w, "layer_state")
     ]
     assert all(len(state.tests.results) == 3 == len(state.tests.unread) for state in layer_states)
-    assert sum(trials.values()) == 10 + 2 * SHARING  # whose trial is of a kind of its own
+    assert sum(trials.values()) == 10 + 2 * SHARES_PREFIXES  # whose trial is of a kind of its own
 
 
 def constant(monkeypatch):
@@ -867,7 +873,9 @@ def constant(monkeypatch):
             module, "versions_of", lambda snapshot: [0] * len(snapshot.body.tensors)
         )
     for module in (kept_values, entry):
-        monkeypatch.setattr(module, "tell", lambda layer_state, snapshot, kind, hidden_states: kind)
+        monkeypatch.setattr(
+            module, "extend_kind", lambda layer_state, snapshot, kind, hidden_states: kind
+        )
 
 
 @pytest.mark.fast(3)
@@ -875,7 +883,7 @@ def constant(monkeypatch):
     "test",
     [
         *(lambda monkeypatch, change=change: test_a_change_for_the_forward_alone_raises(change, "streams", monkeypatch)
-          for change in CHANGES),
+          for change in LAYER_CHANGES),
         lambda monkeypatch: test_mixing_of_tokens_that_sets_in_later(lambda layer: None, mixing_module),
         lambda monkeypatch: test_an_auxiliary_loss_that_is_scheduled_from_zero(),
         lambda monkeypatch: test_adapters_scaled_for_the_forward_alone(),
@@ -908,7 +916,7 @@ def every_hook_acts(monkeypatch):
         yield set(hooks.locations)
 
     for module in (function, layer_gradients, whole):
-        monkeypatch.setattr(module, "watching", watching)
+        monkeypatch.setattr(module, "watch_hooks", watching)
 
 
 def hooks_by_identity(monkeypatch):
@@ -998,7 +1006,7 @@ def test_graphs_alone_tell_of_a_hook_that_starts_to_collect(monkeypatch):
 
 
 def test_without_the_origin_collecting_later_is_lost(monkeypatch):
-    monkeypatch.setattr(function, "refuse_kept", lambda *_: None)
+    monkeypatch.setattr(function, "refuse_kept_graph", lambda *_: None)
     monkeypatch.setattr(kept_values, "_is_of_a_chunk", lambda *_: False)
     with pytest.raises((AssertionError, pytest.fail.Exception)):
         test_a_hook_that_starts_to_collect("queue")

@@ -13,19 +13,19 @@ from pathlib import Path
 from tests.frameworks.programs import Framework
 
 ROOT = Path(__file__).parents[2]
-DONE = "streambp-test-ready"
+READY_MARK = "streambp-test-ready"
 
 
 def make(framework: Framework, folder: Path, python: str) -> Path:
     """The bin folder of the framework's environment in `folder`; one that is complete is used
     again, with streambp anew."""
     binaries = folder / "bin"
-    if not (folder / DONE).exists():
+    if not (folder / READY_MARK).exists():
         subprocess.run([python, "-m", "venv", "--clear", str(folder)], check=True)
         pip(binaries, *cpu_builds(framework.packages, binaries))
         pip(binaries, "--no-deps", "--ignore-requires-python", framework.framework)
         place_stand_ins(framework, binaries)
-        (folder / DONE).touch()
+        (folder / READY_MARK).touch()
     install_streambp(binaries)
     return binaries
 

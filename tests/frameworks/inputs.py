@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 # words of an answer: two or three chunks of 100, and a rest
 VOCABULARY, ROWS, SHORTEST, LONGEST = (1024, 8, 130, 300)
-SPECIAL = ("<|pad|>", "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|unk|>")
+SPECIAL_TOKENS = ("<|pad|>", "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|unk|>")
 CHATML = (
     "{% for m in messages %}<|im_start|> {{ m['role'] }} {{ m['content'] }} <|im_end|> {% endfor %}"
     "{% if add_generation_prompt %}<|im_start|> assistant {% endif %}"
@@ -35,7 +35,7 @@ def write_model(folder: Path) -> None:
 
 
 def write_tokenizer(folder: Path) -> None:
-    names = [*SPECIAL, "user", "assistant", "system"]
+    names = [*SPECIAL_TOKENS, "user", "assistant", "system"]
     names += [f"w{number}" for number in range(VOCABULARY - len(names))]
     words = Tokenizer(
         models.WordLevel({name: number for number, name in enumerate(names)}, unk_token="<|unk|>")

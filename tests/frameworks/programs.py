@@ -16,8 +16,8 @@ TRAINER = {
     "learning_rate": 1.0, "lr_scheduler_type": "constant", "max_grad_norm": 0.0, "max_steps": STEPS, "logging_steps": 1,
     "save_steps": STEPS, "save_only_model": True, "seed": 3,
 }  # fmt: skip
-ADAPTED = ("q_proj", "down_proj")
-EVALUATED = BATCH + 1  # rows a batch: the last one is smaller
+ADAPTED_LINEARS = ("q_proj", "down_proj")
+EVALUATION_BATCH = BATCH + 1  # rows a batch: the last one is smaller
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,13 +77,13 @@ def llama_factory(kind: Kind, inputs: Path, output: Path) -> list[str]:
         "overwrite_cache": True,
     }  # fmt: skip
     if kind.lora:
-        settings.update(lora_rank=4, lora_dropout=0.0, lora_target=",".join(ADAPTED))
+        settings.update(lora_rank=4, lora_dropout=0.0, lora_target=",".join(ADAPTED_LINEARS))
     if kind.evaluates:
         settings.update(
             eval_dataset=kind.stage,
             eval_strategy="steps",
             eval_steps=1,
-            per_device_eval_batch_size=EVALUATED,
+            per_device_eval_batch_size=EVALUATION_BATCH,
         )
         settings.update(compute_accuracy=kind.stage == "sft")
     return ["llamafactory-cli", "train", write_yaml(output.with_suffix(".yaml"), settings)]
@@ -104,14 +104,14 @@ def ms_swift(kind: Kind, inputs: Path, output: Path) -> list[str]:
             val_dataset=data,
             eval_strategy="steps",
             eval_steps=1,
-            per_device_eval_batch_size=EVALUATED,
+            per_device_eval_batch_size=EVALUATION_BATCH,
         )
         settings.update({"eval_metric": "acc"} if kind.stage == "sft" else {})
     words = ["swift", *(["rlhf", "--rlhf_type", "dpo"] if kind.stage == "dpo" else ["sft"])]
     for name, value in settings.items():
         words += [f"--{name}", str(value).lower() if isinstance(value, bool) else str(value)]
     if kind.lora:
-        words += ["--lora_rank", "4", "--lora_dropout", "0", "--target_modules", *ADAPTED]
+        words += ["--lora_rank", "4", "--lora_dropout", "0", "--target_modules", *ADAPTED_LINEARS]
     return words
 
 
@@ -155,13 +155,16 @@ def axolotl(kind: Kind, inputs: Path, output: Path, **options: object) -> list[s
             lora_r=4,
             lora_alpha=8,
             lora_dropout=0.0,
-            lora_target_modules=list(ADAPTED),
+            lora_target_modules=list(ADAPTED_LINEARS),
         )
         # Triton: they want a GPU
         settings.update(lora_mlp_kernel=False, lora_qkv_kernel=False, lora_o_kernel=False)
     if kind.evaluates:
         settings.update(
-            test_datasets=[data], eval_strategy="steps", eval_steps=1, eval_batch_size=EVALUATED
+            test_datasets=[data],
+            eval_strategy="steps",
+            eval_steps=1,
+            eval_batch_size=EVALUATION_BATCH,
         )
     path = write_yaml(output.with_suffix(".yaml"), {**settings, "datasets": [data]})
     return ["axolotl", "train", path, "--launcher", "python"]

@@ -46,7 +46,7 @@ UNMEASURED = re.compile("time|speed|per_sec|memory|^loss$|^eval_loss$|^grad_norm
 
 
 @dataclasses.dataclass(frozen=True)
-class Trained:
+class TrainingResult:
     """What a run left: losses [STEPS] and those of evaluations, gradient norms [STEPS], the other
     metrics that it logged, by entry and name, the weights it saved, and what it printed."""
 
@@ -95,7 +95,9 @@ class Row:
         )
 
 
-def train(command: list[str], output: Path, folder: Path, variables: dict[str, str]) -> Trained:
+def train(
+    command: list[str], output: Path, folder: Path, variables: dict[str, str]
+) -> TrainingResult:
     """Run a program to its end; everything it prints goes into a file beside its output."""
     shutil.rmtree(output, ignore_errors=True)
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -124,7 +126,7 @@ def train(command: list[str], output: Path, folder: Path, variables: dict[str, s
     return read(output, log.read_text())
 
 
-def read(output: Path, log: str) -> Trained:
+def read(output: Path, log: str) -> TrainingResult:
     """What a run left in its folder."""
     state = json.loads(
         max(output.rglob("trainer_state.json"), key=lambda path: path.stat().st_mtime).read_text()
@@ -138,7 +140,7 @@ def read(output: Path, log: str) -> Trained:
         key=lambda path: (f"checkpoint-{STEPS}" in str(path), len(str(path))),
     )
     numbers = [(at, *pair) for at, entry in enumerate(entries) for pair in entry.items()]
-    return Trained(
+    return TrainingResult(
         [value for _, name, value in numbers if name in ("loss", "eval_loss")],
         [step.get("grad_norm", math.nan) for step in steps],
         {
@@ -166,7 +168,7 @@ def training_distance(weights: dict[str, torch.Tensor], inputs: Path) -> float:
     return distance(load_file(inputs / "model" / "model.safetensors"), weights)
 
 
-def metric_distance(ours: Trained, stock: Trained) -> float:
+def metric_distance(ours: TrainingResult, stock: TrainingResult) -> float:
     """The largest distance of metrics that both logged, relative to the larger of 1 and the metric;
     NaN is equal to NaN."""
     pairs = [(value, ours.metrics[at]) for at, value in stock.metrics.items() if at in ours.metrics]
@@ -177,7 +179,7 @@ def metric_distance(ours: Trained, stock: Trained) -> float:
     )
 
 
-def compare(kind: str, way: str, ours: Trained, stock: Trained, inputs: Path) -> Row:
+def compare(kind: str, way: str, ours: TrainingResult, stock: TrainingResult, inputs: Path) -> Row:
     if set(ours.weights) != set(stock.weights):
         raise RuntimeError(
             f"{kind}: the weights saved are not the same: {set(ours.weights) ^ set(stock.weights)}"

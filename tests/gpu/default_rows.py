@@ -39,7 +39,7 @@ import streambp
 from paper_repro.figures import GIB, wrong_paths
 from paper_repro.harness import Job, run
 from paper_repro.rows import Deadline, Result, each
-from streambp.device import counted_bytes, tells_memory
+from streambp.device import allocator_bytes, reports_memory
 from streambp.layer import function
 from tests.device import limit_memory
 from tests.gpu import script
@@ -47,7 +47,7 @@ from tests.gpu.script import failed
 
 METHOD = "streambp-default"
 LENGTHS, LENGTH = (2048, 4096, 16384, 65536), (16384,)
-EXPANDABLE = {
+EXPANDABLE_SEGMENTS = {
     "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",
 }
@@ -60,7 +60,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "expandable": {"lengths": LENGTHS[2:]},
 }
 SHARES, TIMES = (0.9, 0.6), ("between steps", "before backward", "in a chunk")
-APART = 2**-5  # relative: two steps in bf16 that save, and so round, otherwise
+MAX_RELATIVE_DIFFERENCE = 2**-5  # relative: two steps in bf16 that save, and so round, otherwise
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -89,7 +89,7 @@ def job_row(name: str, args: argparse.Namespace, output: Path, deadline: Deadlin
         if name == "expandable":
             environment = dict(os.environ)
             stack.callback(lambda: (os.environ.clear(), os.environ.update(environment)))
-            os.environ.update(EXPANDABLE)
+            os.environ.update(EXPANDABLE_SEGMENTS)
         rows = run(
             Job(name, METHOD, device=args.device, until_oom=False, **settings), output, deadline
         )
@@ -138,12 +138,12 @@ class LimitedSteps:
         self.before_backward: Callable[[], None] | None = None
         for _ in range(2):
             self()
-        if tells_memory(self.device):
+        if reports_memory(self.device):
             torch.accelerator.reset_peak_memory_stats(self.device)
         self()
         self.expected = {name: gradient.cpu() for name, gradient in self.gradients().items()}
         self.start = self.allocated()
-        self.peak = counted_bytes(self.device, "peak") if tells_memory(self.device) else 0
+        self.peak = allocator_bytes(self.device, "peak") if reports_memory(self.device) else 0
 
     def __call__(self) -> None:
         self.model.zero_grad(set_to_none=True)
@@ -167,13 +167,13 @@ class LimitedSteps:
             for index, x in enumerate((gradient.float() - expected.float(), expected.float())):
                 squares[index] += float(torch.linalg.vector_norm(x)) ** 2
         error = math.sqrt(squares[0] / squares[1])
-        problems += [f"gradients are {error:.1e} off"] * (not error <= APART)
+        problems += [f"gradients are {error:.1e} off"] * (not error <= MAX_RELATIVE_DIFFERENCE)
         return f"gradients apart by {error:.1e}"
 
     def allocated(self) -> int:
         """Bytes, without gradients."""
         self.model.zero_grad(set_to_none=True)
-        return counted_bytes(self.device, "allocated") if tells_memory(self.device) else 0
+        return allocator_bytes(self.device, "allocated") if reports_memory(self.device) else 0
 
 
 def limit_row(name: str, share: float, when: str, steps: Callable[[], LimitedSteps]) -> Result:
@@ -182,9 +182,9 @@ def limit_row(name: str, share: float, when: str, steps: Callable[[], LimitedSte
     lowered: list[int] = []
 
     def lower(*_: Any) -> None:
-        if tells_memory(limited_steps.device) and not lowered:
+        if reports_memory(limited_steps.device) and not lowered:
             torch.accelerator.empty_cache()
-            lowered.append(max(size, counted_bytes(limited_steps.device, "reserved")))
+            lowered.append(max(size, allocator_bytes(limited_steps.device, "reserved")))
             limit_memory(limited_steps.device, lowered[0])
 
     limited_steps.before_backward = lower if when == "before backward" else None
@@ -193,8 +193,8 @@ def limit_row(name: str, share: float, when: str, steps: Callable[[], LimitedSte
             if when == "between steps":
                 lower()
             elif when == "in a chunk":
-                real = function._differentiated
-                patch.setattr(function, "_differentiated", lambda *args: (lower(), real(*args))[1])  # type: ignore[func-returns-value]
+                real = function._differentiate
+                patch.setattr(function, "_differentiate", lambda *args: (lower(), real(*args))[1])  # type: ignore[func-returns-value]
             limited_steps()
             text = ""
     except torch.OutOfMemoryError as error:
@@ -202,7 +202,7 @@ def limit_row(name: str, share: float, when: str, steps: Callable[[], LimitedSte
         problems += [f"no advice in {error}"] * ("StreamConfig" not in str(error))
     finally:
         limited_steps.before_backward = None
-        if tells_memory(limited_steps.device):
+        if reports_memory(limited_steps.device):
             limit_memory(limited_steps.device, None)
     text = text or limited_steps.compare_gradients(problems)
     text += f"; {streambp.last_step(limited_steps.model)}"
@@ -220,7 +220,9 @@ def limit_row(name: str, share: float, when: str, steps: Callable[[], LimitedSte
         if not lowered
         else f"{lowered[0] / GIB:.3g} of {limited_steps.peak / GIB:.3g} GiB"
     )
-    problems += ["the limit was not lowered"] * (tells_memory(limited_steps.device) and not lowered)
+    problems += ["the limit was not lowered"] * (
+        reports_memory(limited_steps.device) and not lowered
+    )
     return f"{name:<28}{had}: {text}; the next: {next_text}{failed(problems)}", not problems
 
 

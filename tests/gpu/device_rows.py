@@ -37,12 +37,12 @@ from paper_repro.recipes import METHODS
 from paper_repro.rows import Deadline, Result, each
 from streambp.attention.backend import choose_backend
 from streambp.attention.kernels import Task
-from streambp.attention.spans import Block, Kind
-from streambp.device import is_accelerator, tells_memory
+from streambp.attention.spans import Block, BlockKind
+from streambp.device import is_accelerator, reports_memory
 from streambp.errors import StreamBPError
 from streambp.offload.engines import AcceleratorEngine
-from streambp.offload.free_memory import NO_LIMIT, FreeMemory, free_memory, host_limit
-from streambp.planner.measure_device import CPU, measure_device, seconds_of_run
+from streambp.offload.free_memory import UNLIMITED_BYTES, FreeMemory, free_memory, host_limit
+from streambp.planner.measure_device import CPU_SIZES, measure_device, seconds_of_run
 from streambp.planner.work import pairs
 from tests.gpu import script
 from tests.gpu.report import backends
@@ -78,7 +78,7 @@ def report(args: argparse.Namespace) -> Iterator[Result]:
 
 
 def rates(args: argparse.Namespace) -> str:
-    speeds = measure_device(args.device, CPU if args.tiny else None)
+    speeds = measure_device(args.device, CPU_SIZES if args.tiny else None)
     attention = f"{speeds.forward / 1e12:.3g} / {speeds.backward / 1e12:.3g} in attention forward / backward"
     other_rates = f"{speeds.bandwidth / 1e12:.3g} TB/s in other kernels, {speeds.link / 1e9:.3g} GB/s each way"
     return f"{speeds.products / 1e12:.3g} TFLOP/s in products, {attention}, {other_rates}"
@@ -92,11 +92,11 @@ def blocks(name: str, args: argparse.Namespace) -> str:
         queries, lengths = 2048, (8192,)
     device = torch.device(args.device)
     clock, texts = functools.partial(seconds_of_run, device=device, times=3), []
-    full = [(Kind.FULL, queries, keys) for keys in lengths]
+    full = [(BlockKind.FULL, queries, keys) for keys in lengths]
     for kind, rows, keys in [
         *full,
-        (Kind.CAUSAL, queries, queries),
-        (Kind.CAUSAL, lengths[-1], lengths[-1]),
+        (BlockKind.CAUSAL, queries, queries),
+        (BlockKind.CAUSAL, lengths[-1], lengths[-1]),
     ]:
         # [B, H, T, D]
         q = torch.randn(1, rows, heads, size, device=device, dtype=torch.bfloat16).transpose(1, 2)
@@ -106,7 +106,7 @@ def blocks(name: str, args: argparse.Namespace) -> str:
             )
             for _ in range(2)
         )
-        q0 = keys if kind is Kind.FULL else 0
+        q0 = keys if kind is BlockKind.FULL else 0
         block = Block(kind, 0, 1, q0, q0 + rows, 0, keys)
         try:
             kernel = choose_backend(name, q, v, 0.0).kernel(block)
@@ -114,7 +114,7 @@ def blocks(name: str, args: argparse.Namespace) -> str:
             return f"refused: {error}"
         task = Task(block, size**-0.5)
         o, lse = kernel.forward(q, k, v, task)
-        flops = 2 * heads * pairs(rows, keys, kind is Kind.CAUSAL, None) * size
+        flops = 2 * heads * pairs(rows, keys, kind is BlockKind.CAUSAL, None) * size
         forward = clock(functools.partial(kernel.forward, q, k, v, task))
         backward = clock(functools.partial(kernel.backward, o, q, k, v, o, lse, task))
         rate = f"{2 * flops / forward / 1e12:.4g} / {5 * flops / backward / 1e12:.4g}"
@@ -124,7 +124,7 @@ def blocks(name: str, args: argparse.Namespace) -> str:
 
 def memory(args: argparse.Namespace) -> str:
     device = torch.device(args.device)
-    if not tells_memory(device):
+    if not reports_memory(device):
         return "this device does not tell"
     torch.empty(1, device=device)
     counter = FreeMemory()
@@ -181,7 +181,9 @@ def host(args: argparse.Namespace) -> str:
 def pinning(args: argparse.Namespace) -> str:
     device = torch.device(args.device)
     limit = host_limit(None)
-    size = min(2**20 if args.tiny else 4 * 2**30, 2**30 if limit == NO_LIMIT else int(limit) // 8)
+    size = min(
+        2**20 if args.tiny else 4 * 2**30, 2**30 if limit == UNLIMITED_BYTES else int(limit) // 8
+    )
     if not is_accelerator(device):
         return "nothing is pinned for this device"
     engine, start = AcceleratorEngine(device), time.perf_counter()

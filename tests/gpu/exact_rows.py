@@ -35,13 +35,13 @@ import streambp
 from paper_repro.figures import wrong_paths
 from paper_repro.rows import Deadline, Result, each
 from streambp.layer import function
-from streambp.offload.costs import AsUnpatched, Chosen
+from streambp.offload.costs import SavesChoice, UnpatchedChoice
 from tests import zoo
 from tests.families import make_batch
 from tests.gpu import script
 from tests.gpu.report import ROW_BAR, small_model
 from tests.gpu.script import failed
-from tests.oracle import EXACT, gradients, lift_float32_casts, relative_l2, worst_error
+from tests.oracle import MAX_FLOAT64_ERROR, gradients, lift_float32_casts, relative_l2, worst_error
 from tests.seeds import seed_torch
 
 # None of them has a kernel that a package brings: those know no float64.
@@ -55,9 +55,10 @@ FAMILIES = (
     "recurrent_gemma",
     "lfm2",
 )
-ALL = {"saves": ("attn_out", "kv", "*")}
+ALL_SAVES = {"saves": ("attn_out", "kv", "*")}
 SETTINGS: tuple[dict[str, Any], ...] = (
-    {"saves": ()}, ALL, {**ALL, "offload": "cpu"}, {"saves": (), "offload": "cpu", "gpu_memory": 1}
+    {"saves": ()}, ALL_SAVES, {**ALL_SAVES, "offload": "cpu"},
+    {"saves": (), "offload": "cpu", "gpu_memory": 1}
 )  # fmt: skip
 Batch = dict[str, torch.Tensor]
 
@@ -67,8 +68,10 @@ def report(args: argparse.Namespace) -> Iterator[Result]:
         (f"float64 {family}", functools.partial(float64_row, family, args)) for family in FAMILIES
     ]
     other_rows = {
-        "default short": functools.partial(default_row, args, 256, {}, AsUnpatched),
-        "default long": functools.partial(default_row, args, 1024, {"chunk_size": 300}, Chosen),
+        "default short": functools.partial(default_row, args, 256, {}, UnpatchedChoice),
+        "default long": functools.partial(
+            default_row, args, 1024, {"chunk_size": 300}, SavesChoice
+        ),
         "default short full": functools.partial(full_row, args, 256, {}, False),
         "default long full": functools.partial(full_row, args, 1024, {"chunk_size": 300}, True),
         "autocast": functools.partial(autocast_row, args),
@@ -111,7 +114,7 @@ def float64_row(family: str, args: argparse.Namespace) -> tuple[str, list[str]]:
                 error = worst_error(gradient, truth)
                 errors.append(error)
                 problems += [f"{mode} {settings}: {error:.1e}"] * (
-                    not error <= EXACT
+                    not error <= MAX_FLOAT64_ERROR
                 ) + wrong_paths(model)
     return f"worst of {len(errors)}: {max(errors):.1e}", problems
 
@@ -183,9 +186,9 @@ def full_row(
 
     with pytest.MonkeyPatch.context() as patch:
         if in_backward:
-            real = function._differentiated
+            real = function._differentiate
             patch.setattr(
-                function, "_differentiated", lambda *args: (run_out_once(), real(*args))[1]
+                function, "_differentiate", lambda *args: (run_out_once(), real(*args))[1]
             )  # type: ignore[func-returns-value]
         else:
             model.lm_head.register_forward_pre_hook(run_out_once)
@@ -253,7 +256,7 @@ def dropout_row(args: argparse.Namespace) -> tuple[str, list[str]]:
         results.append(gradients(model, **batch)[1])
     error = max(worst_error(result, results[0]) for result in results[1:])
     _, without = gradients(plain.eval(), **batch)
-    problems = [f"saves change masks: {error:.1e}"] * (not error <= EXACT)
+    problems = [f"saves change masks: {error:.1e}"] * (not error <= MAX_FLOAT64_ERROR)
     problems += ["nothing was dropped"] * (relative_l2(results[0], without) < 0.01)
     return f"apart by {error:.1e} between saves", problems
 

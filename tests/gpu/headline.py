@@ -56,7 +56,7 @@ ORDER = (
     "streambp-lean",
     "checkpointing",
 )
-TINY = (CHECKS[0], "checkpointing", "streambp-lean", "streambp-auto")
+TINY_RUN = (CHECKS[0], "checkpointing", "streambp-lean", "streambp-auto")
 # bars: times the peer's seconds, in GiB; and in the peer's memory
 SECONDS, GIB, FAST_SECONDS = (1.00, 34.6, 0.93)
 # GiB: what this one saves is more than a smaller card and a host of 128 GiB hold together
@@ -76,7 +76,7 @@ def report(args: argparse.Namespace) -> Iterator[Result]:
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         output = args.csv or folder / "rows.csv"
-        for name in TINY if args.tiny else ORDER:
+        for name in TINY_RUN if args.tiny else ORDER:
             row = (
                 check_row
                 if name in CHECKS

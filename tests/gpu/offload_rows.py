@@ -78,13 +78,14 @@ def adamw_on_the_host(model: Any, on_gpu: bool) -> Any:
 
 # bars are those of the model's own norms and MLPs
 own_kernels = functools.partial(streambp.StreamConfig, kernels="own")
-LEAN = {"saves": ("attn_out",), "offload": "cpu"}
+LEAN_SETTINGS = {"saves": ("attn_out",), "offload": "cpu"}
 ROWS = {
-    "8B 65,536": Row("8B", 65536, own_kernels(**LEAN), (34.6, 0.02, None)),
+    "8B 65,536": Row("8B", 65536, own_kernels(**LEAN_SETTINGS), (34.6, 0.02, None)),
     "8B 65,536 auto": Row("8B", 65536, own_kernels(offload="auto"), (None, 0.02, None)),
     "8B 262,144": Row("8B", 262144, own_kernels(saves=(), offload="cpu", gpu_memory="4GiB"), (40.0, None, None)),
     "8B LoRA step 131,072": Row(
-        "8B", 131072, own_kernels(**LEAN, host_memory="90GiB"), (80.0, None, 115.0), 80.0, True, adamw
+        "8B", 131072, own_kernels(**LEAN_SETTINGS, host_memory="90GiB"), (80.0, None, 115.0), 80.0,
+        True, adamw
     ),
     "4B full step 131,072": Row(
         "4B", 131072, own_kernels(saves=(), offload="cpu", host_memory="60GiB"), (80.0, None, 115.0), 80.0, False,

@@ -36,36 +36,36 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from paper_repro.rows import Deadline, Result, each
 from streambp.accumulate import add_product
-from streambp.attention.attend import Layout
+from streambp.attention.attend import SpansOrMask
 from streambp.attention.prefix import AttentionCall, Prefix, PrefixChunkAttention, Stage
-from streambp.attention.spans import Block, Kind, Run, Spans
+from streambp.attention.spans import Block, BlockKind, QueryRun, Spans
 from streambp.chunks import ChunkPlan
 from streambp.config import StreamConfig
 from streambp.errors import AttentionChoiceError
 from tests.gpu import script
 from tests.gpu.report import backends
 from tests.gpu.script import failed
-from tests.gpu.watched_kernels import Judged, Sums, counts, watching
+from tests.gpu.watched_kernels import KernelErrors, Sums, counts, watching
 from tests.seeds import seeded
 
 SIZES = {str(size): (size, size) for size in (128, 64, 80, 96, 192, 256)} | {
     "192/128": (192, 128),
     "512": (512, 512),
 }
-SPANS = ("plain", "low", "window", "packed")
+SPAN_CASES = ("plain", "low", "window", "packed")
 DOCUMENTS = (0.1, 0.3, 0.303, 0.5, 0.95)  # where they end, of the length
 HEADS = 4
-WIDEST = 256  # features of a head that cuDNN and FlashAttention take
+MAX_HEAD_SIZE = 256  # features of a head that cuDNN and FlashAttention take
 GRADS = ("dq", "dk", "dv")
 # A block's result is rounded, and their sum again: at most sqrt(2) times the error of one rounding.
 WHOLE_BAR, KERNEL_BAR = 1.5, 2.0
 # Over how many draws the errors of the whole are summed, ours and torch's. Low scores have q and k
 # of one sign each: the error of dk is then about one random number for each key head, and in 6 % of
 # draws two of them are too far apart.
-DRAWS = {"low": 16}
+DRAW_COUNTS = {"low": 16}
 SUM_BAR = 1e-4  # a sum of products in float32; one that was rounded to half precision is 1e-3 off
 # elsewhere products are rounded before they are added.
-INSIDE = ("cpu", "cuda")
+AUTOCAST_DEVICES = ("cpu", "cuda")
 Tensors = dict[str, Tensor]
 
 
@@ -80,7 +80,7 @@ def report(args: argparse.Namespace) -> Iterator[Result]:
             f"{spans} {attention} {size}",
             functools.partial(attention_row, spans, attention, size, args),
         )
-        for size, spans, attention in itertools.product(SIZES, SPANS, names)
+        for size, spans, attention in itertools.product(SIZES, SPAN_CASES, names)
     ]
     rows += [(name, functools.partial(sum_row, name, args)) for name in SUMS]
     yield (
@@ -93,14 +93,14 @@ def report(args: argparse.Namespace) -> Iterator[Result]:
 
 def attention_row(spans: str, attention: str, size: str, args: argparse.Namespace) -> Result:
     name = f"{spans} {attention} {size}"
-    record, ratios = Judged(), dict.fromkeys(("o", *GRADS), 0.0)
+    record, ratios = KernelErrors(), dict.fromkeys(("o", *GRADS), 0.0)
     for groups, rows in itertools.product((1, 4), (1, 2)):
         chunk_size = 40 if args.tiny else 2048
         length = 3 * chunk_size + (7 if args.tiny else 77)
         layout = layout_of(spans, rows, length)
         mask = whole_mask(layout, length, args.device)
         errors = {tensor: Sums() for tensor in ratios}
-        for draw in range(DRAWS.get(spans, 1)):
+        for draw in range(DRAW_COUNTS.get(spans, 1)):
             tensors = make(spans, rows, groups, length, SIZES[size], args.device, draw)
             try:
                 with watching(record) if draw == 0 else contextlib.nullcontext():
@@ -123,7 +123,7 @@ def worse(a: float, b: float) -> float:
     return b if math.isnan(b) or b > a else a
 
 
-def problems_of(spans: str, ratios: dict[str, float], record: Judged) -> list[str]:
+def problems_of(spans: str, ratios: dict[str, float], record: KernelErrors) -> list[str]:
     """What is not as it should be. A preferred kernel has to attend plain spans; others may be
     another's work."""
     problems = [
@@ -147,7 +147,7 @@ def problems_of(spans: str, ratios: dict[str, float], record: Judged) -> list[st
     return problems
 
 
-def kernels_text(record: Judged) -> str:
+def kernels_text(record: KernelErrors) -> str:
     """ "cudnn full 1.10, causal 1.02, lse 1e-06; flash full ..." """
     texts = []
     for kernel, kind in record.lse:
@@ -194,12 +194,12 @@ def layout_of(spans: str, rows: int, length: int) -> Spans:
     over several."""
     if spans == "packed":
         ends = [0, *(int(part * length) for part in DOCUMENTS), length]
-        runs = tuple(Run(a, b, a) for a, b in itertools.pairwise(dict.fromkeys(ends)))
+        runs = tuple(QueryRun(a, b, a) for a, b in itertools.pairwise(dict.fromkeys(ends)))
         return Spans(length, (runs,) * rows)
     return Spans.causal(rows, length, length // 2 if spans == "window" else None)
 
 
-def in_chunks(tensors: Tensors, layout: Layout, plan: ChunkPlan, attention: str) -> Tensors:
+def in_chunks(tensors: Tensors, layout: SpansOrMask, plan: ChunkPlan, attention: str) -> Tensors:
     """o [B, H, T, D_v], dq, dk and dv, as a streamed layer makes them: attended, then attended
     again and differentiated."""
     prefix = Prefix(layout, plan.length, attention)
@@ -236,7 +236,7 @@ def whole_mask(layout: Spans, length: int, device: str) -> Tensor | None:
     if layout.window is None and len(layout.rows[0]) == 1:
         return None
     mask = counts(
-        Block(Kind.CAUSAL, 0, 1, 0, length, 0, length, layout.window), torch.device(device)
+        Block(BlockKind.CAUSAL, 0, 1, 0, length, 0, length, layout.window), torch.device(device)
     )
     documents = torch.zeros_like(mask)
     for run in layout.rows[0]:
@@ -253,7 +253,7 @@ def attend_at_once(tensors: Tensors, mask: Tensor | None, dtype: torch.dtype) ->
     """
     leaves = [tensors[name].to(dtype).requires_grad_() for name in "qkv"]
     q, k, v = leaves
-    if dtype != torch.float32 and q.shape[-1] > WIDEST:
+    if dtype != torch.float32 and q.shape[-1] > MAX_HEAD_SIZE:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     kinds = [torch.nn.attention.SDPBackend.MATH] if dtype == torch.float32 else list(DEFAULT)
     with torch.nn.attention.sdpa_kernel(kinds):
@@ -288,7 +288,7 @@ def sum_row(name: str, args: argparse.Namespace) -> Result:
     work = 2.0 * outs * ins * tokens
     plain = work / seconds(lambda: grad.mT @ x, args) / 1e12
     summed = work / seconds(lambda: add_product(total, grad.mT, x), args) / 1e12
-    bar = SUM_BAR if args.device in INSIDE else torch.finfo(torch.bfloat16).eps
+    bar = SUM_BAR if args.device in AUTOCAST_DEVICES else torch.finfo(torch.bfloat16).eps
     problems = [f"error {error:.1e}"] * (not error <= bar) + [f"the sum is {dtypes}"] * (
         total.dtype != torch.float32
     )

@@ -42,19 +42,19 @@ from tests.gpu.script import failed
 from tests.oracle import Gradients, gradients, relative_l2
 
 SAVES = ((), ("attn_out",), ("kv",), ("attn_out", "kv"))
-SPANS = ("plain", "left-padded", "right-padded", "packed", "window")
+SPAN_CASES = ("plain", "left-padded", "right-padded", "packed", "window")
 ROW_BAR, MEAN_BAR = 1.15, 1.05
-FEWEST = 8  # rows of which the mean is judged
+MIN_ROWS = 8  # rows of which the mean is judged
 
 
 def report(args: argparse.Namespace) -> Iterator[Result]:
     deadline = Deadline(args.minutes)
     errors = {f"{spans} {attention} {'+'.join(saves) or 'none'}": (spans, attention, saves) for spans, attention, saves in
-              itertools.product(SPANS, backends(args.device), SAVES)}  # fmt: skip
+              itertools.product(SPAN_CASES, backends(args.device), SAVES)}  # fmt: skip
     times = {
         str(length): length for length in ((256, 512) if args.tiny else (8192, 16384, 32768, 65536))
     }
-    cases: dict[str, Known] = {}
+    cases: dict[str, SpanCase] = {}
     yield f"{'row':<34}{'ours':>10}{'unpatched':>12}{'ratio':>8}   layers, kernels", True
     ratios: list[float] = []
     rows = [
@@ -63,7 +63,7 @@ def report(args: argparse.Namespace) -> Iterator[Result]:
     ]
     rows += [(name, functools.partial(time_row, length, args)) for name, length in times.items()]
     yield from each(rows, args.row, deadline)
-    if len(ratios) >= FEWEST:
+    if len(ratios) >= MIN_ROWS:
         yield mean_row(ratios)
 
 
@@ -81,7 +81,7 @@ def mean_row(ratios: list[float]) -> Result:
 
 
 @dataclasses.dataclass
-class Known:
+class SpanCase:
     """What all rows of one kind of spans share: the bf16 model, the batch, the true gradient and
     the model's own error."""
 
@@ -97,7 +97,7 @@ def error_row(
     attention: str,
     saves: tuple[str, ...],
     args: argparse.Namespace,
-    cases: dict[str, Known],
+    cases: dict[str, SpanCase],
     ratios: list[float],
 ) -> Result:
     length = 96 if args.tiny else 2048
@@ -105,7 +105,7 @@ def error_row(
         cases.clear()
         cases[spans] = make_known(spans, length, args.device, 256 if args.tiny else 512)
     model, batch, truth, noise = (
-        getattr(cases[spans], field.name) for field in dataclasses.fields(Known)
+        getattr(cases[spans], field.name) for field in dataclasses.fields(SpanCase)
     )
     streambp.patch(
         model,
@@ -132,12 +132,12 @@ def error_row(
     )
 
 
-def make_known(spans: str, length: int, device: str, width: int) -> Known:
+def make_known(spans: str, length: int, device: str, width: int) -> SpanCase:
     """The truth is that of the rounded weights: a rounded weight is no error of the gradient."""
     model, batch = small_model(spans, length, device, width)
     _, truth = gradients(model.bfloat16().float(), **batch)
     model.bfloat16()
-    return Known(model, batch, truth, relative_l2(gradients(model, **batch)[1], truth))
+    return SpanCase(model, batch, truth, relative_l2(gradients(model, **batch)[1], truth))
 
 
 def wrong_kernels(attention: str, spans: str, kernels_run: set[str], device: str) -> list[str]:

@@ -35,7 +35,7 @@ def main(
     """
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
     add(parser)
-    parser.add_argument("--device", default=tested.ASKED if tested.EMULATED else "cuda")
+    parser.add_argument("--device", default=tested.REQUESTED_DEVICE if tested.EMULATED else "cuda")
     parser.add_argument("--tiny", action="store_true", help="small sizes, to try the script itself")
     add_arguments(parser)
     args = parser.parse_args()

@@ -53,7 +53,7 @@ from tests.seeds import seed_torch, seeded
 
 Batch = dict[str, Tensor]
 LENGTH, TINY = 2048, 160
-APART = {"loss": 2**-8, "grad_norm": 2**-5}  # relative: two runs in bf16
+MAX_RELATIVE_DIFFERENCES = {"loss": 2**-8, "grad_norm": 2**-5}  # relative: two runs in bf16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -285,9 +285,14 @@ def trainer_row(args: argparse.Namespace) -> Result:
     with tempfile.TemporaryDirectory() as folder:
         ours, theirs = (trained(folder, patched, args) for patched in (True, False))
     worst = {
-        key: max(abs(a[key] / b[key] - 1) for a, b in zip(ours, theirs, strict=True)) for key in APART
+        key: max(abs(a[key] / b[key] - 1) for a, b in zip(ours, theirs,
+                strict=True)) for key in MAX_RELATIVE_DIFFERENCES
     }  # fmt: skip
-    problems = [f"{key} {off:.1e} off" for key, off in worst.items() if not off <= APART[key]]
+    problems = [
+        f"{key} {off:.1e} off"
+        for key, off in worst.items()
+        if not off <= MAX_RELATIVE_DIFFERENCES[key]
+    ]
     text = ", ".join(f"{key} apart by {off:.1e}" for key, off in worst.items())
     return (
         f"{'Trainer':<24}{text} in {len(ours)} steps, the last loss "

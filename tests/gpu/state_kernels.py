@@ -18,7 +18,7 @@ from paper_repro.rows import first_line
 from streambp.chunks import Chunk
 from streambp.recurrent.documents import Documents
 from streambp.recurrent.scans import SelectiveScan
-from streambp.recurrent.states import Key, StateCache
+from streambp.recurrent.states import StateCache, StateKey
 from tests.layer import reference_kernels
 
 Function = Callable[..., Any]
@@ -115,7 +115,7 @@ def run_convolution(
     documents: Documents | None,
 ) -> tuple[Tensor, Tensor]:
     """Through the cache, as mixers do: it puts the tokens before in front, channels last."""
-    key = Key("conv", 0, 0)
+    key = StateKey("conv", 0, 0)
     cache = StateCache(chunk.start, {} if start is None else {key: start})
     joined = cache.update_conv_state(tensors["x"].mT, 0, conv_kernel_size=4)
     ids = {} if documents is None else {"seq_idx": own_ids(documents, chunk)}
@@ -147,7 +147,11 @@ def run_delta_rule(
     chunk: Chunk,
     documents: Documents | None,
 ) -> tuple[Tensor, Tensor]:
-    ends = {} if documents is None else {"cu_seqlens": documents.within(chunk)["cu_seq_lens_q"]}
+    ends = (
+        {}
+        if documents is None
+        else {"cu_seqlens": documents.kernel_arguments(chunk)["cu_seq_lens_q"]}
+    )
     result: tuple[Tensor, Tensor] = function(
         *(tensors[name] for name in "qkv"), g=tensors["g"], beta=tensors["beta"], initial_state=start,
         output_final_state=True, use_qk_l2norm_in_kernel=True, **ends,
@@ -203,7 +207,7 @@ def run_selective_scan(
     documents: Documents | None,
 ) -> tuple[Tensor, Tensor]:
     """With the tokens that write and read its states."""
-    cache = StateCache(chunk.start, {} if start is None else {Key("recurrent", 0, 0): start})
+    cache = StateCache(chunk.start, {} if start is None else {StateKey("recurrent", 0, 0): start})
     u, dt, b, c, z = (tensors[name].mT.contiguous() for name in ("u", "dt", "B", "C", "z"))
     y, end = SelectiveScan(function, cache, 0)(
         u, dt, tensors["A"], b, c, D=tensors["D"], z=z, delta_bias=tensors["delta_bias"], delta_softplus=True,

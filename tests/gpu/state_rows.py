@@ -48,7 +48,7 @@ import streambp
 from paper_repro.figures import wrong_paths
 from paper_repro.rows import Deadline, Result, each
 from streambp.chunks import ChunkPlan
-from streambp.recurrent.documents import Documents, telling
+from streambp.recurrent.documents import Documents, wrap_kernel
 from streambp.recurrent.states import StateCache
 from tests import zoo
 from tests.families import make_batch
@@ -61,9 +61,9 @@ from tests.seeds import seeded
 
 # where they end, of the length: within a chunk, with it, soon after, over several
 DOCUMENTS = (0.1, 0.3, 0.303, 0.5, 0.95)
-FAR = 0.1  # half precision stays far below; what computes something else does not
-CHANCE = 2.0  # of a ratio of few draws; a state that is lost is more
-DRAWS = 4  # of a kernel's tiny row: one's ratio is up to 1.8 by chance, four's up to 1.4
+MAX_ERROR = 0.1  # half precision stays far below; what computes something else does not
+MAX_CHANCE_RATIO = 2.0  # of a ratio of few draws; a state that is lost is more
+DRAW_COUNT = 4  # of a kernel's tiny row: one's ratio is up to 1.8 by chance, four's up to 1.4
 Errors = dict[str, float]  # each tensor's, by its norm
 CHUNK = 0.3  # of the length: no multiple of a kernel's block
 
@@ -85,7 +85,7 @@ def in_chunks(
     for chunk in ChunkPlan(length, size):
         chunk_weights = {name: w.detach().requires_grad_() for name, w in weights.items()}
         chunk_tokens = {name: x[:, chunk.start : chunk.stop] for name, x in tokens.items()}
-        called = function if documents is None else telling(function, documents, chunk)
+        called = function if documents is None else wrap_kernel(function, documents, chunk)
         out, state = kernel.run(called, {**chunk_tokens, **chunk_weights}, state, chunk, documents)
         parts.append(out)
         copies.append(chunk_weights)
@@ -181,7 +181,7 @@ def judge_errors(name: str, pairs: Iterator[tuple[float, float]], draws: int | N
         except AssertionError as error:
             problem = f"   FAILED: {error}"
     ours, one_call = (statistics.fmean(of) for of in zip(*drawn_pairs, strict=True))
-    if not one_call <= FAR or not ours <= CHANCE * one_call:
+    if not one_call <= MAX_ERROR or not ours <= MAX_CHANCE_RATIO * one_call:
         problem = f"   FAILED: something else is computed{problem}"
     return (
         f"{name:<34}{ours:>10.3e}{one_call:>12.3e}{ours / one_call:>8.3f}"
@@ -197,7 +197,7 @@ def kernel_row(name: str, args: argparse.Namespace) -> Result:
     return judge_errors(
         name,
         ((mean(ours), mean(one_call)) for ours, one_call in pairs),
-        DRAWS if args.tiny else None,
+        DRAW_COUNT if args.tiny else None,
     )
 
 
@@ -215,7 +215,7 @@ class Model:
     has_documents: bool = False
 
 
-WIDE = {
+WIDE_SIZES = {
     "hidden_size": 128,
     "intermediate_size": 256,
     "head_dim": 32,
@@ -226,13 +226,13 @@ SCAN_SIZES = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 32, "mamb
 CONV, RULE, SCAN = "causal_conv1d_fn", "torch_chunk_gated_delta_rule", "mamba2_chunk_scan"
 FUSED_SCAN, SELECTIVE = "mamba2_split_conv1d_scan_combined", "mamba_selective_scan"
 MODELS = {
-    "bf16 qwen3_next": Model("qwen3_next", (RULE,), {**WIDE, **RULE_SIZES}),
-    "bf16 bamba": Model("bamba", (SCAN, CONV), {**WIDE, **SCAN_SIZES}),
-    "bf16 lfm2": Model("lfm2", (CONV,), WIDE),
+    "bf16 qwen3_next": Model("qwen3_next", (RULE,), {**WIDE_SIZES, **RULE_SIZES}),
+    "bf16 bamba": Model("bamba", (SCAN, CONV), {**WIDE_SIZES, **SCAN_SIZES}),
+    "bf16 lfm2": Model("lfm2", (CONV,), WIDE_SIZES),
     "bf16 jamba": Model(
         "jamba",
         (SELECTIVE, CONV),
-        {**WIDE, "num_experts": 1, "mamba_d_state": 16, "mamba_dt_rank": 8},
+        {**WIDE_SIZES, "num_experts": 1, "mamba_d_state": 16, "mamba_dt_rank": 8},
     ),
 }
 MODELS |= {  # in torch a convolution goes on over the ends of documents
@@ -322,7 +322,7 @@ def fused_row(name: str, args: argparse.Namespace) -> Result:
         seconds.append(last)
         results.append({"y": y.detach().float(), "dx": grad.float()})
     difference = mean(errors_of(results[1], results[0]))
-    failed = "" if difference <= FAR else "   FAILED: they differ"
+    failed = "" if difference <= MAX_ERROR else "   FAILED: they differ"
     text = (
         f"fused {seconds[0] * 1e3:9.2f} ms  composed {seconds[1] * 1e3:9.2f} ms  "
         f"{seconds[1] / seconds[0]:.3f} x"
@@ -335,11 +335,11 @@ def synchronize(device: str) -> None:
         torch.accelerator.synchronize()
 
 
-FUSED = "fused and composed scan"
+FUSED_SCAN_TEXT = "fused and composed scan"
 ROWS: dict[str, Callable[[str, argparse.Namespace], Result]] = {
     **dict.fromkeys(KERNELS, kernel_row),
     **dict.fromkeys(MODELS, model_row),
-    FUSED: fused_row,
+    FUSED_SCAN_TEXT: fused_row,
 }
 
 

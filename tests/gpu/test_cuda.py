@@ -30,7 +30,7 @@ from tests.oracle import relative_l2
 
 
 @pytest.mark.gpu(any=True)
-@pytest.mark.parametrize("spans", report.SPANS)
+@pytest.mark.parametrize("spans", report.SPAN_CASES)
 def test_gradients_are_as_precise_as_unpatched_ones(spans):
     rows = list(
         report.report(arguments([f"{spans} *"], ACCELERATOR.type, ACCELERATOR.type != "cuda"))

@@ -59,12 +59,12 @@ def test_float64_rows_see_a_millionth_of_dv(monkeypatch):
 
 
 def test_a_row_sees_masks_that_are_not_drawn_again(monkeypatch):
-    monkeypatch.setattr(RandomState, "replayed", lambda self: contextlib.nullcontext())
+    monkeypatch.setattr(RandomState, "replay", lambda self: contextlib.nullcontext())
     assert not row("dropout")[1]
 
 
 def test_a_row_sees_that_nobody_lets_go_of_saves(monkeypatch):
-    monkeypatch.setattr("streambp.layer.call.with_memory", lambda compute, **_: compute(False))
+    monkeypatch.setattr("streambp.layer.call.run_with_retry", lambda compute, **_: compute(False))
     line, passed = row("default long full")
     assert not passed
     assert "DeviceMemoryError" in line

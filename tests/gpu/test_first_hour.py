@@ -248,7 +248,7 @@ def test_steps_name_rows_and_methods_that_there_are(tmp_path, stand_in):
         "offload_rows": offload_rows.ROWS,
         "state_rows": state_rows.ROWS,
         "op_rows": [*op_rows.SUMS, *(f"plain cudnn {size}" for size in op_rows.SIZES)],
-        "report": [*(f"{spans} cudnn none" for spans in report.SPANS), "8192", "65536"],
+        "report": [*(f"{spans} cudnn none" for spans in report.SPAN_CASES), "8192", "65536"],
     }
     patterns = collections.defaultdict(set)
     for words in map(ast.literal_eval, log.read_text().splitlines()):

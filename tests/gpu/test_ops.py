@@ -14,7 +14,7 @@ import torch
 from streambp import accumulate
 from streambp.attention import attend, kernels
 from streambp.attention.kernels import CpuFlashKernel
-from streambp.attention.spans import Kind
+from streambp.attention.spans import BlockKind
 from tests.gpu import op_rows
 
 SIZE = "64"
@@ -29,9 +29,11 @@ def row(name):
 @pytest.mark.parametrize(
     "name",
     [
-        *(f"{spans} auto {SIZE}" for spans in op_rows.SPANS), "plain math 192/128", *op_rows.SUMS,
+        *(f"{spans} auto {SIZE}" for spans in op_rows.SPAN_CASES), "plain math 192/128",
+        *op_rows.SUMS,
         *(pytest.param(f"{spans} {attention} {size}", marks=pytest.mark.full)
-          for spans in op_rows.SPANS for attention in ("auto", "math") for size in op_rows.SIZES),
+          for spans in op_rows.SPAN_CASES for attention in ("auto",
+              "math") for size in op_rows.SIZES),
     ],
 )  # fmt: skip
 def test_the_rows_run_without_a_gpu(name):
@@ -48,7 +50,7 @@ def no_numbers_in_dk(real, *args):
 
 def dv_of_the_square_alone(real, self, *args):
     dq, dk, dv = real(self, *args)
-    return dq, dk, dv if args[-1].block.kind is Kind.CAUSAL else torch.zeros_like(dv)
+    return dq, dk, dv if args[-1].block.kind is BlockKind.CAUSAL else torch.zeros_like(dv)
 
 
 def lse_a_little_off(real, *args):
@@ -58,14 +60,14 @@ def lse_a_little_off(real, *args):
 
 def half_of_the_keys(real, self, q, k, v, task):
     middle = k.shape[2] // 2
-    if task.block.kind is not Kind.FULL or not middle:
+    if task.block.kind is not BlockKind.FULL or not middle:
         return real(self, q, k, v, task)
     return real(self, q, k[:, :, :middle], v[:, :, :middle], task)
 
 
 def band_without_its_edge(real, task, device):
     tile = real(task, device)
-    return torch.ones_like(tile) if task.block.kind is Kind.BAND else tile
+    return torch.ones_like(tile) if task.block.kind is BlockKind.BAND else tile
 
 
 @pytest.mark.parametrize(
@@ -101,7 +103,7 @@ def test_a_row_fails_where_its_kernel_is_wrong(
 ):
     real = getattr(owner, attribute)
     monkeypatch.setattr(owner, attribute, lambda *args: mutant(real, *args))
-    monkeypatch.setattr(op_rows, "DRAWS", {})  # blocks are judged in the first draw
+    monkeypatch.setattr(op_rows, "DRAW_COUNTS", {})  # blocks are judged in the first draw
     line, passed = row(f"{name} {SIZE}")
     assert not passed, line
     assert message in line

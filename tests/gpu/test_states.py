@@ -45,7 +45,7 @@ def test_rows(name):
 @needs_mixer_functions
 @pytest.mark.parametrize(
     "name",
-    [*state_rows.KERNELS, "bf16 lfm2 documents", "bf16 bamba", state_rows.FUSED],
+    [*state_rows.KERNELS, "bf16 lfm2 documents", "bf16 bamba", state_rows.FUSED_SCAN_TEXT],
 )
 def test_the_rows_run_without_a_gpu(name):
     if name in state_rows.KERNELS:
@@ -112,7 +112,7 @@ def test_a_composed_scan_that_is_another_fails(monkeypatch):
         return real(self, x, cache_params) * (1.0 if cache_params is None else 1.5)
 
     monkeypatch.setattr(BambaMixer, "forward", forward)
-    ((line, passed),) = rows(state_rows.FUSED)
+    ((line, passed),) = rows(state_rows.FUSED_SCAN_TEXT)
     assert not passed
     assert "FAILED: they differ" in line
 

@@ -28,9 +28,9 @@ from paper_repro.harness import ROOT, Job, run
 from paper_repro.rows import Deadline, add_minutes, run_child
 
 OURS, PEER = "streambp-default", "trl-selective-liger"
-PEFTS = "streambp-auto-liger"  # the default but for adapters, which are peft's own code
-IMPORTED = ("transformers.models.qwen3.modeling_qwen3",)
-SHORT = (2048, 4096, 16384)
+PEFT_METHOD = "streambp-auto-liger"  # the default but for adapters, which are peft's own code
+IMPORTED_MODULES = ("transformers.models.qwen3.modeling_qwen3",)
+SHORT_LENGTHS = (2048, 4096, 16384)
 
 
 def job(method: str, *lengths: int, shape: str = "Qwen3-8B", **settings: object) -> Job:
@@ -38,11 +38,11 @@ def job(method: str, *lengths: int, shape: str = "Qwen3-8B", **settings: object)
 
 
 JOBS = {
-    "short ours": job(OURS, *SHORT),
-    "short peer": job(PEER, *SHORT),
+    "short ours": job(OURS, *SHORT_LENGTHS),
+    "short peer": job(PEER, *SHORT_LENGTHS),
     "LoRA ours": job(OURS, 16384, lora=True),
     "LoRA peer": job(PEER, 16384, lora=True),
-    "LoRA own": job(PEFTS, 16384, lora=True),
+    "LoRA own": job(PEFT_METHOD, 16384, lora=True),
     "own ours": job("streambp-auto", 4096, 16384),
     "own peer": job("trl-selective", 4096, 16384),
     "own checkpointing": job("checkpointing", 4096, 16384),
@@ -50,13 +50,13 @@ JOBS = {
     "AdamW ours": job(OURS, 4096, shape="Qwen3-4B", adamw=True),
     "AdamW peer": job(PEER, 4096, shape="Qwen3-4B", adamw=True),
     "accumulation ours": job(OURS, 4096, micro_batches=2),
-    "short Liger": job("liger", *SHORT),
+    "short Liger": job("liger", *SHORT_LENGTHS),
     "64k lean": job("streambp-lean-liger", 65536, steps=2),
     "64k ours": job(OURS, 65536, steps=2),
     "64k peer": job(PEER, 65536, steps=2),
     "64k LoRA ours": job(OURS, 65536, lora=True, steps=2),
     "64k LoRA peer": job(PEER, 65536, lora=True, steps=2),
-    "64k LoRA own": job(PEFTS, 65536, lora=True, steps=2),
+    "64k LoRA own": job(PEFT_METHOD, 65536, lora=True, steps=2),
     "128k LoRA ours": job(OURS, 131072, lora=True, steps=2),
     "128k lean": job("streambp-lean-liger", 131072, steps=2),
 }
@@ -72,7 +72,7 @@ def main() -> int:
     )
     add_minutes(parser)
     args = parser.parse_intermixed_args()
-    for module in IMPORTED:
+    for module in IMPORTED_MODULES:
         with contextlib.suppress(ImportError):
             importlib.import_module(module)
     deadline, skipped_jobs, good = Deadline(args.minutes), [], True

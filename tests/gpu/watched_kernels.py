@@ -22,7 +22,7 @@ from torch import Tensor
 from streambp.attention import prefix
 from streambp.attention.backend import Backend
 from streambp.attention.kernels import Task
-from streambp.attention.spans import Block, Kind
+from streambp.attention.spans import Block, BlockKind
 
 FORWARD, BACKWARD = ("o",), ("dq", "dk", "dv")
 
@@ -53,7 +53,7 @@ Key = tuple[str, str, str]  # kernel, kind of block, tensor
 
 
 @dataclasses.dataclass
-class Judged:
+class KernelErrors:
     """What was seen: `errors` of each kernel, kind and tensor, and `lse`: of each kernel and kind,
     absolute."""
 
@@ -76,7 +76,7 @@ class Judged:
     def add(
         self,
         kernel: str,
-        kind: Kind,
+        kind: BlockKind,
         tensors: tuple[str, ...],
         three: list[tuple[Tensor, Tensor, Tensor]],
     ) -> None:
@@ -87,7 +87,7 @@ class Judged:
 
 
 @contextlib.contextmanager
-def watching(record: Judged) -> Iterator[None]:
+def watching(record: KernelErrors) -> Iterator[None]:
     """Within, every kernel of a backend that attention chooses is judged at each call."""
     real_choice, watched_kernels = prefix.choose_backend, list[Any]()
 
@@ -113,7 +113,9 @@ def watching(record: Judged) -> Iterator[None]:
             object.__delattr__(kernel, "backward")
 
 
-def judge_forward(kernel: Any, real: Callable[..., Any], record: Judged) -> Callable[..., Any]:
+def judge_forward(
+    kernel: Any, real: Callable[..., Any], record: KernelErrors
+) -> Callable[..., Any]:
     def forward(q: Tensor, k: Tensor, v: Tensor, task: Task) -> tuple[Tensor, Tensor]:
         o, lse = real(q, k, v, task)
         truth, rounded = (
@@ -131,7 +133,9 @@ def judge_forward(kernel: Any, real: Callable[..., Any], record: Judged) -> Call
     return forward
 
 
-def judge_backward(kernel: Any, real: Callable[..., Any], record: Judged) -> Callable[..., Any]:
+def judge_backward(
+    kernel: Any, real: Callable[..., Any], record: KernelErrors
+) -> Callable[..., Any]:
     def backward(
         do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, task: Task
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -204,15 +208,15 @@ def counts(block: Block, device: torch.device) -> Tensor:
     )
     if block.window is not None:
         inside = key > query - block.window
-    if block.kind is Kind.VARLEN:
+    if block.kind is BlockKind.VARLEN:
         documents = torch.zeros_like(inside)
         for (a, b), (c, d) in zip(
             itertools.pairwise(block.cu_q), itertools.pairwise(block.cu_k), strict=True
         ):
             documents[a:b, c:d] = True
         return documents & past & inside
-    if block.kind in (Kind.FULL, Kind.BAND):
+    if block.kind in (BlockKind.FULL, BlockKind.BAND):
         return inside
-    if block.kind in (Kind.CAUSAL, Kind.WINDOW):
+    if block.kind in (BlockKind.CAUSAL, BlockKind.WINDOW):
         return past & inside
     raise ValueError(f"blocks of kind {block.kind} are not judged here")

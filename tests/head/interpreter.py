@@ -12,7 +12,9 @@ import torch
 
 from streambp.head import triton_fold
 
-needs_triton = pytest.mark.skipif(not triton_fold.AVAILABLE, reason="triton is not installed")
+needs_triton = pytest.mark.skipif(
+    not triton_fold.TRITON_AVAILABLE, reason="triton is not installed"
+)
 
 NO_LOOPS = "only 0-dimensional arrays can be converted to Python scalars"  # triton 3.6, with numpy from 2.4 on
 

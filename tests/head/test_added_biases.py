@@ -1,6 +1,6 @@
 """Models that add a bias to their logits (BART, Marian): the loss is exact, without logits.
 
-covers: lazy/deferred.py, head/blocks.py, head/log_probs.py, head/recipe.py
+covers: lazy/lazy_hidden.py, head/blocks.py, head/log_probs.py, head/recipe.py
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch.utils._pytree import tree_leaves
 
 import streambp
 from streambp.head import blocks
-from streambp.head.one_pass import Pending
+from streambp.head.one_pass import PendingGradients
 from streambp.head.recipe import HeadRequest, LogitsExpression
-from streambp.lazy import deferred
-from streambp.lazy.deferred import LazyHidden
-from tests.model.test_encoder_decoders import CHUNK, LENGTH, MAKE, batch_of
-from tests.oracle import EXACT, assert_as_precise, relative_l2, worst_error
+from streambp.lazy import lazy_hidden
+from streambp.lazy.lazy_hidden import LazyHidden
+from tests.model.test_encoder_decoders import CHUNK, LENGTH, MODEL_BUILDERS, batch_of
+from tests.oracle import MAX_FLOAT64_ERROR, assert_as_precise, relative_l2, worst_error
 from tests.seeds import seed_torch, seeded
 
 VOCABULARY = 64
@@ -37,7 +37,7 @@ def small_blocks(monkeypatch):
 
 def model_of(name, kind):
     """A model whose bias is a buffer of zeros, a buffer of other values, or trained."""
-    model = MAKE[name]().train()
+    model = MODEL_BUILDERS[name]().train()
     if kind == "zeros":
         return model
     values = torch.randn(1, VOCABULARY)
@@ -88,7 +88,7 @@ def check(name, kind, loss, steps=2):
     for _ in range(steps):
         found_loss, our_gradients = gradients(ours, batch, LOSSES[loss])
         assert abs(found_loss - expected_loss) <= 1e-12 * abs(expected_loss)
-        assert worst_error(our_gradients, expected) <= EXACT
+        assert worst_error(our_gradients, expected) <= MAX_FLOAT64_ERROR
     return ours
 
 
@@ -148,7 +148,7 @@ def test_generation_is_untouched():
 
 
 def lazy_logits_of(hidden, weight):
-    recipe = LogitsExpression(HeadRequest(Pending()), weight=weight)
+    recipe = LogitsExpression(HeadRequest(PendingGradients()), weight=weight)
     return LazyHidden.make(hidden, recipe)
 
 
@@ -211,11 +211,11 @@ def test_a_bias_that_changed_since_forward_is_refused():
         loss.backward()
 
 
-def forgotten(x, addend, real=deferred._add):
+def forgotten(x, addend, real=lazy_hidden._add_rule):
     return x
 
 
-def without_a_gradient(x, addend, real=deferred._add):
+def without_a_gradient(x, addend, real=lazy_hidden._add_rule):
     return real(x, addend.detach())
 
 

@@ -21,13 +21,13 @@ GRADIENT = {"product": "*{}", "labels": "*i64"} | dict.fromkeys(
 )
 INTEGERS = dict.fromkeys(("stride", "columns", "first"), "i32")
 FLOATS = dict.fromkeys(("scale", "softcap", "temperature"), "fp32")
-USED = dict.fromkeys(("has_log_probs", "has_entropy", "has_mean", "has_lse"), True)
-ALONE = {**USED, "has_entropy": False, "has_mean": False, "has_lse": False}
+USED_FLAGS = dict.fromkeys(("has_log_probs", "has_entropy", "has_mean", "has_lse"), True)
+LOG_PROBS_FLAGS = {**USED_FLAGS, "has_entropy": False, "has_mean": False, "has_lse": False}
 KERNELS = {
-    "fold": (triton_fold, {**FOLD, **INTEGERS, **FLOATS}, {"fields": triton_fold.FIELDS}),
-    "gradient": (triton_gradient, {**GRADIENT, **INTEGERS, **FLOATS, "share": "fp32"}, USED),
+    "fold": (triton_fold, {**FOLD, **INTEGERS, **FLOATS}, {"fields": triton_fold.STATISTICS_COUNT}),
+    "gradient": (triton_gradient, {**GRADIENT, **INTEGERS, **FLOATS, "share": "fp32"}, USED_FLAGS),
     "gradient of log p alone": (
-        triton_gradient, {**GRADIENT, **INTEGERS, **FLOATS, "share": "fp32"}, ALONE,
+        triton_gradient, {**GRADIENT, **INTEGERS, **FLOATS, "share": "fp32"}, LOG_PROBS_FLAGS,
     ),
 }  # fmt: skip
 

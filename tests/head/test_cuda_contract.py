@@ -17,14 +17,14 @@ from torch import nn
 from streambp.head import blocks, token_log_probs, triton_fold, triton_gradient
 from streambp.head.blocks import Projection, block_size, fold
 from streambp.head.log_probs import make_inputs
-from streambp.head.one_pass import OnePassNLL, Pending
+from streambp.head.one_pass import OnePassNLL, PendingGradients
 from streambp.planner.count import LiveBytes
 from tests.head.traffic import SYNCS, Traffic
 from tests.versions import SUM_WITHOUT_DATA
 
 VOCABULARY, WIDTH = 151936, 4096
 META = torch.device("meta")
-STEP = 15 * 4e12  # bytes that a device with 4 TB/s moves in a step of 15 s
+STEP_BYTES = 15 * 4e12  # bytes that a device with 4 TB/s moves in a step of 15 s
 
 
 def tensors(length, dtype=torch.bfloat16, norm=True, bias=False):
@@ -47,7 +47,13 @@ def one_pass(length, **options):
     with Traffic().counting() as traffic:
         scale = torch.ones((), device="meta")
         OnePassNLL.apply(
-            inputs, Pending(), scale, hidden, weight, bias, *inputs.norm_parameters.current()
+            inputs,
+            PendingGradients(),
+            scale,
+            hidden,
+            weight,
+            bias,
+            *inputs.norm_parameters.current(),
         ).backward()
     return traffic
 
@@ -112,7 +118,7 @@ def test_a_block_costs_few_launches(name):
 @pytest.mark.parametrize(("name", "share"), [("one pass", 0.0065), ("two passes", 0.007)])
 def test_bytes_at_the_shape_of_qwen3_8b(name, share):
     traffic = HEADS[name][0](65536)
-    elementwise, sums = traffic.elementwise / STEP, traffic.sums / STEP
+    elementwise, sums = traffic.elementwise / STEP_BYTES, traffic.sums / STEP_BYTES
     print(
         f"{name}: elementwise {100 * elementwise:.2f} %, sums of dW inside products "
         f"{100 * sums:.2f} % of a step of 15 s"
@@ -140,10 +146,10 @@ def test_float64_is_not_the_kernels():
     product = torch.empty(3, 50, dtype=torch.float64, device="meta")
     labels = torch.empty(3, dtype=torch.long, device="meta")
     assert fold(product, Projection(), labels, slice(0, 50)).sum.dtype == torch.float64
-    assert not triton_fold.serves(torch.device("cuda", 0), torch.float64)
+    assert not triton_fold.supports_kernels(torch.device("cuda", 0), torch.float64)
 
 
-@pytest.mark.skipif(not triton_fold.AVAILABLE, reason="triton is not installed")
+@pytest.mark.skipif(not triton_fold.TRITON_AVAILABLE, reason="triton is not installed")
 def test_kernels_launch_where_their_tensors_are(monkeypatch):
     """A model on the second device, while the first is current."""
     current, launch_devices = ["cuda:0"], []
@@ -190,7 +196,9 @@ def test_nothing_waits_for_the_device_in_a_block(in_one_pass, monkeypatch):
         with traffic:
             if in_one_pass:
                 inputs = make_inputs(hidden, labels, Projection(), None, -100)
-                OnePassNLL.apply(inputs, Pending(), torch.ones(()), hidden, weight, None).backward()
+                OnePassNLL.apply(
+                    inputs, PendingGradients(), torch.ones(()), hidden, weight, None
+                ).backward()
             else:
                 token_log_probs(hidden, weight, labels, entropy=True).log_probs.sum().backward()
         return [func for func, _ in traffic.calls if func in SYNCS], len(traffic.calls)
@@ -209,7 +217,9 @@ def test_a_cast_weight_is_gone_after_forward():
     with LiveBytes() as count:
         with torch.autocast("cpu", torch.bfloat16):
             inputs = make_inputs(hidden, labels, Projection(), None, -100)
-            total = OnePassNLL.apply(inputs, Pending(), torch.ones(()), hidden, weight, None)
+            total = OnePassNLL.apply(
+                inputs, PendingGradients(), torch.ones(()), hidden, weight, None
+            )
         assert count.live <= hidden.nbytes + weight.nbytes + 64  # their gradients
         total.backward()
     assert weight.grad.dtype == torch.float32

@@ -1,7 +1,7 @@
 """Final norms that the head's blocks may not call: they mix tokens, count, draw, or train more than
 their parameters.
 
-covers: model/deferring.py
+covers: model/head_deferral.py
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from torch import nn
 
 import streambp
 from streambp.model import wrappers
-from streambp.model.deferring import can_be_deferred
+from streambp.model.head_deferral import can_be_deferred
 from tests.families import build, make_batch
-from tests.oracle import EXACT, worst_error
+from tests.oracle import MAX_FLOAT64_ERROR, worst_error
 from tests.seeds import seed_torch
 
 pytestmark = pytest.mark.usefixtures("float64_oracle")
 
 
-class Around(nn.Module):
+class NormWrapper(nn.Module):
     """A norm of a user's own, around the model's."""
 
     def __init__(self, norm):
@@ -31,19 +31,19 @@ class Around(nn.Module):
         return self.norm(x)
 
 
-class Mixing(Around):
+class Mixing(NormWrapper):
     def forward(self, x):
         return self.norm(x - 0.3 * x.mean(-2, keepdim=True))
 
 
-class Placed(Around):
+class Placed(NormWrapper):
     """Reads the shape [B, T, h]."""
 
     def forward(self, x):
         return self.norm(x) * torch.linspace(0.5, 1.5, x.shape[1], dtype=x.dtype)[:, None]
 
 
-class Counting(Around):
+class Counting(NormWrapper):
     def __init__(self, norm):
         super().__init__(norm)
         self.register_buffer("mean", torch.zeros(32, dtype=torch.float64))
@@ -53,7 +53,7 @@ class Counting(Around):
         return self.norm(x) - self.mean.clone()
 
 
-class Steered(Around):
+class Steered(NormWrapper):
     """Trains a tensor that is none of its parameters."""
 
     def __init__(self, norm):
@@ -64,7 +64,7 @@ class Steered(Around):
         return self.norm(x) * self.extra[0]
 
 
-class Auxiliary(Around):
+class Auxiliary(NormWrapper):
     """Leaves a loss behind."""
 
     def forward(self, x):
@@ -123,7 +123,7 @@ def check(change, when="before patch"):
     ours, expected = (results(streamed, change, when) for streamed in (True, False))
     for our_step, expected_step in zip(ours, expected, strict=True):
         assert our_step.keys() == expected_step.keys()
-        assert worst_error(our_step, expected_step) <= EXACT
+        assert worst_error(our_step, expected_step) <= MAX_FLOAT64_ERROR
 
 
 @pytest.mark.parametrize("when", ["before patch", "after patch", "lazily"])

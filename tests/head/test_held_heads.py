@@ -1,7 +1,7 @@
 """Parameters that are there only while their module runs, and a head that is called once in each
 forward, by everybody.
 
-covers: model/deferring.py, model/causal_lm.py
+covers: model/head_deferral.py, model/causal_lm.py
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from torch import nn
 
 import streambp
 from streambp.distributed.engines import EngineOwnership
-from streambp.model import causal_lm, deferring
+from streambp.model import causal_lm, head_deferral
 from tests.families import FAMILIES, build, make_batch
-from tests.oracle import EXACT, relative_l2, worst_error
+from tests.oracle import MAX_FLOAT64_ERROR, relative_l2, worst_error
 from tests.zoo import build as build_other
 
 pytestmark = pytest.mark.usefixtures("float64_oracle")
 
-OTHERS = ("qwen3_moe", "gemma2", "gpt2", "bamba")
-WAYS = {
+OTHER_FAMILIES = ("qwen3_moe", "gemma2", "gpt2", "bamba")
+HEAD_USES = {
     "labels": {}, "lazy": {"lazy_logits": True}, "no labels": {}, "no labels, lazy": {"lazy_logits": True},
     "per token": {}, "eval": {}, "eval with logits": {"eval_logits": True}, "shared": {"rows": "packed"},
 }  # fmt: skip
@@ -115,9 +115,11 @@ def as_held(monkeypatch):
     gave."""
     calls = []
     monkeypatch.setattr(causal_lm, "engine_ownership", lambda module: EngineOwnership(True, True))
-    real = deferring.Lending.forward
+    real = head_deferral.LendWeights.forward
     monkeypatch.setattr(
-        deferring.Lending, "forward", staticmethod(lambda *args: calls.append(1) or real(*args))
+        head_deferral.LendWeights,
+        "forward",
+        staticmethod(lambda *args: calls.append(1) or real(*args)),
     )
     return calls
 
@@ -129,20 +131,24 @@ def as_held(monkeypatch):
     "per token-gpt2",
     "eval with logits-llama",
 )
-@pytest.mark.parametrize("family", [*FAMILIES, *OTHERS])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("family", [*FAMILIES, *OTHER_FAMILIES])
+@pytest.mark.parametrize("way", HEAD_USES)
 def test_no_parameter_is_read_outside_of_its_modules_forward(way, family, monkeypatch):
     stock = build(family) if family in FAMILIES else build_other(family, torch.float64)
     stock = stock.double()
     batch = make_batch("plain")
-    plain = streambp.patch(copy.deepcopy(stock), streambp.StreamConfig(chunk_size=7, **WAYS[way]))
+    plain = streambp.patch(
+        copy.deepcopy(stock), streambp.StreamConfig(chunk_size=7, **HEAD_USES[way])
+    )
     expected = gradients(plain, way, batch)
-    model = streambp.patch(copy.deepcopy(stock), streambp.StreamConfig(chunk_size=7, **WAYS[way]))
+    model = streambp.patch(
+        copy.deepcopy(stock), streambp.StreamConfig(chunk_size=7, **HEAD_USES[way])
+    )
     calls = as_held(monkeypatch)
     for number in (1, 2):
         with tables(model, monkeypatch):
             our_gradients = gradients(model, way, batch)
-        assert worst_error(our_gradients, expected) <= EXACT
+        assert worst_error(our_gradients, expected) <= MAX_FLOAT64_ERROR
         # once a forward, whoever uses what
         assert len(calls) == (0 if way == "no labels" else number)
 
@@ -156,9 +162,9 @@ def test_the_table_raises(where, monkeypatch):
 
 def test_a_mutant_that_looks_at_the_weight(monkeypatch):
     """As `HeldHead` did for its dtype."""
-    real = deferring.HeldHead.install
+    real = head_deferral.HeldHead.install
     monkeypatch.setattr(
-        deferring.HeldHead, "install", lambda head: (head._head[0].weight, real(head))
+        head_deferral.HeldHead, "install", lambda head: (head._head[0].weight, real(head))
     )
     model = streambp.patch(build("qwen3"), streambp.StreamConfig(chunk_size=7))
     as_held(monkeypatch)
@@ -188,7 +194,7 @@ def test_what_is_trained(trained, monkeypatch):
             results.append([*first, *(p.grad for p in trained_parameters)])
             assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
     assert all(
-        relative_l2({0: gradient}, {0: other_gradient}) <= EXACT
+        relative_l2({0: gradient}, {0: other_gradient}) <= MAX_FLOAT64_ERROR
         for gradient, other_gradient in zip(*results, strict=True)
     )
 
@@ -209,6 +215,6 @@ def test_a_head_of_another_kind_computes_its_logits(monkeypatch):
     expected = gradients(copy.deepcopy(stock), "labels", batch)
     model = streambp.patch(stock, streambp.StreamConfig(chunk_size=7))
     calls = as_held(monkeypatch)
-    assert worst_error(gradients(model, "labels", batch), expected) <= EXACT
+    assert worst_error(gradients(model, "labels", batch), expected) <= MAX_FLOAT64_ERROR
     assert not calls
     assert "Scaled's own forward" in streambp.describe(model).head

@@ -14,7 +14,7 @@ from torch import nn
 
 import streambp
 from streambp.head import blocks, token_log_probs
-from streambp.head.log_probs import METRICS, BlockwiseLogProbs, _finished, make_inputs
+from streambp.head.log_probs import METRICS, BlockwiseLogProbs, _finish_gradient, make_inputs
 from tests.oracle import assert_as_precise, relative_l2
 from tests.seeds import seeded
 
@@ -195,7 +195,7 @@ def test_gradients_times_a_factor_are_rounded_once():
     factor, total = torch.tensor(1.00390625 / 3), torch.randn(5000, 3)
     for have, want in itertools.product((torch.float32, torch.bfloat16), repeat=2):
         typed_total = total.to(have)
-        product = _finished(typed_total.clone(), factor, torch.empty(0, dtype=want))
+        product = _finish_gradient(typed_total.clone(), factor, torch.empty(0, dtype=want))
         assert torch.equal(product, (typed_total.float() * factor).to(want))
 
 

@@ -20,7 +20,7 @@ from streambp.model import callers, causal_lm
 from tests.families import VOCABULARY, build, make_batch
 from tests.seeds import seed_torch, seeded
 
-NAMED = "lazy_logits=True"
+SETTING_TEXT = "lazy_logits=True"
 
 
 def output(**settings):
@@ -28,7 +28,7 @@ def output(**settings):
     return streambp.patch(build("llama"), config)(**make_batch("plain"), use_cache=False)
 
 
-ASKED = {
+LOGITS_REQUESTS = {
     "attribute": lambda output: output.logits,
     "get": lambda output: output.get("logits"),
     "get with a default": lambda output: output.get("logits", None),
@@ -36,18 +36,18 @@ ASKED = {
 }
 
 
-@pytest.mark.parametrize("how", ASKED)
+@pytest.mark.parametrize("how", LOGITS_REQUESTS)
 def test_they_are_none_and_a_warning_says_what_to_do(how):
     model_output = output()
-    with pytest.warns(UserWarning, match=NAMED):
-        assert ASKED[how](model_output) is None
-    assert ASKED[how](output(lazy_logits=True)) is not None
+    with pytest.warns(UserWarning, match=SETTING_TEXT):
+        assert LOGITS_REQUESTS[how](model_output) is None
+    assert LOGITS_REQUESTS[how](output(lazy_logits=True)) is not None
 
 
 def test_a_key_that_is_not_there():
-    with pytest.raises(StreamBPError, match=NAMED):
+    with pytest.raises(StreamBPError, match=SETTING_TEXT):
         output()["logits"]
-    with pytest.raises(KeyError, match=NAMED):
+    with pytest.raises(KeyError, match=SETTING_TEXT):
         output()["logits"]
 
 
@@ -79,7 +79,7 @@ def test_libraries_are_not_told():
         warnings.simplefilter("error")
         rebuilt = operations.convert_to_fp32(model_output)
         operations.find_batch_size({"x": torch.zeros(2)})
-    with pytest.warns(UserWarning, match=NAMED):
+    with pytest.warns(UserWarning, match=SETTING_TEXT):
         assert rebuilt.logits is None
 
 
@@ -157,6 +157,6 @@ def test_the_mutant_that_asks_nobody(tmp_path, monkeypatch, float64_oracle):
 
 
 def test_the_mutant_that_tells_nobody(monkeypatch):
-    monkeypatch.setattr(callers, "_tell", lambda: None)
+    monkeypatch.setattr(callers, "_warn_of_read", lambda: None)
     with pytest.raises(pytest.fail.Exception):
         test_they_are_none_and_a_warning_says_what_to_do("get")

@@ -16,12 +16,12 @@ import torch
 from streambp.head import blocks, token_log_probs, triton_fold, triton_gradient
 from streambp.head.blocks import Projection, TokenGradients, gradient_in_torch
 from streambp.head.log_probs import make_inputs
-from streambp.head.one_pass import OnePassNLL, Pending
+from streambp.head.one_pass import OnePassNLL, PendingGradients
 from tests.head.interpreter import hard_rows
 from tests.head.test_triton_fold import PROJECTIONS
 from tests.seeds import seeded
 
-USED = tuple(
+USED_FLAGS = tuple(
     tuple(map(bool, flags))
     for flags in (
         (1, 0, 0),
@@ -98,7 +98,7 @@ def compare(device="cpu"):
         (torch.float32, torch.bfloat16, torch.float16), (7, 1000, 5001)
     ):
         product = (torch.randn(6, columns, generator=generator) * 4).to(device, dtype)
-        for index, flags in enumerate(USED):
+        for index, flags in enumerate(USED_FLAGS):
             projection = PROJECTIONS[(index + columns) % 3]
             token_gradients = task(product, projection, flags, generator, 2 * columns)
             block = slice(100, 100 + columns)
@@ -112,7 +112,7 @@ def compare_hard_rows(device="cpu"):
     from 0."""
     generator = seeded(1)
     product = hard_rows(10, 5003, generator).to(device)
-    for dtype, flags in itertools.product((torch.float32, torch.bfloat16), USED):
+    for dtype, flags in itertools.product((torch.float32, torch.bfloat16), USED_FLAGS):
         x = product.to(dtype)
         token_gradients = task(x, Projection(), flags, generator, 6000)
         block = slice(100, 5103)
@@ -162,18 +162,18 @@ def run_heads(device):
     loss = (values.log_probs.exp() + values.entropy.square() + values.mean_log_probs.sin()).sum()
     inputs = make_inputs(hidden, labels, Projection(0.5), None, -100)
     scale = torch.ones((), device=device)
-    loss = loss + 0.1 * OnePassNLL.apply(inputs, Pending(), scale, hidden, weight, bias)
+    loss = loss + 0.1 * OnePassNLL.apply(inputs, PendingGradients(), scale, hidden, weight, bias)
     gradients = torch.autograd.grad(loss, (hidden, weight, bias))
     return [*(getattr(values, name) for name in values.__dataclass_fields__), *gradients]
 
 
 def compare_heads(device="cpu"):
     """The heads as a whole, on kernels and on torch, in several blocks of tokens."""
-    served = lambda device, dtype: triton_fold.serves(torch.device("meta"), dtype)  # noqa: E731
+    served = lambda device, dtype: triton_fold.supports_kernels(torch.device("meta"), dtype)  # noqa: E731
     small = {"BYTES_PER_BLOCK": 7 * 4099 * 4, "LOGITS_PER_BLOCK": 3 * 4099}
     runs = []
     for serves in (served, lambda device, dtype: False):
-        with mock.patch.multiple(blocks, serves=serves, **small):
+        with mock.patch.multiple(blocks, supports_kernels=serves, **small):
             runs.append(run_heads(device))
     for ours, theirs in zip(*runs, strict=True):
         torch.testing.assert_close(

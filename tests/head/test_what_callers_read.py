@@ -186,7 +186,7 @@ def test_a_trainer_that_wants_predictions_gets_them(act, tmp_path):
             streambp.unpatch(measured.model)
         runs.append(predictions(act, measured, metric_inputs))
         if patched:
-            assert streambp.describe(measured.model).head.endswith(causal_lm.PREDICTED)
+            assert streambp.describe(measured.model).head.endswith(causal_lm.LOSS_OF_PREDICTIONS)
     for ours, theirs in zip(*runs, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
 
@@ -204,7 +204,7 @@ def test_a_trainer_that_wants_the_loss_has_no_logits(tmp_path):
         warnings.simplefilter("error", UserWarning)
         plain = trainer(tmp_path)
         assert plain.evaluate(Rows())["eval_loss"] > 0
-        assert causal_lm.PREDICTED not in streambp.describe(plain.model).head
+        assert causal_lm.LOSS_OF_PREDICTIONS not in streambp.describe(plain.model).head
         trainer(
             tmp_path,
             built,

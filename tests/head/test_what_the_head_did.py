@@ -254,7 +254,7 @@ def test_metrics_on_logits_are_named_beside_a_blockwise_loss():
     assert "argmax" in streambp.describe(model).head
 
 
-NAMED = {
+NAMED_OPERATIONS = {
     "cross_entropy(weight=...)": {"weight": torch.ones(VOCABULARY)},
     "cross_entropy(label_smoothing=...)": {"label_smoothing": 0.1},
     "cross_entropy(weight=..., label_smoothing=...)": {
@@ -264,7 +264,9 @@ NAMED = {
 }
 
 
-@pytest.mark.parametrize(("argument_text", "arguments"), NAMED.items(), ids=NAMED)
+@pytest.mark.parametrize(
+    ("argument_text", "arguments"), NAMED_OPERATIONS.items(), ids=NAMED_OPERATIONS
+)
 def test_arguments_that_need_the_logits_are_named(argument_text, arguments):
     """Of a loss that is computed blockwise without them; lazy logits have a rule for
     label_smoothing."""

@@ -28,7 +28,7 @@ SCATTERS = {
     aten.scatter_add.default,
 }
 NO_READS = {aten.zeros_like.default, aten.zero_.default, aten.fill_.Scalar, aten.zeros.default}
-NOTHING = {
+FREE_OPERATIONS = {
     aten.empty_like.default,
     aten.empty.memory_format,
     aten.promote_types.default,
@@ -65,7 +65,12 @@ class Traffic(TorchDispatchMode):
         views = any(
             r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns
         )
-        if views or func in NOTHING or func in PRODUCTS or func is aten._unsafe_view.default:
+        if (
+            views
+            or func in FREE_OPERATIONS
+            or func in PRODUCTS
+            or func is aten._unsafe_view.default
+        ):
             return result
         if func in SUMS:
             self.sums += 2 * size(outputs[0])

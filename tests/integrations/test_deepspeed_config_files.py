@@ -46,10 +46,10 @@ FIELDS = {
     "streambp": {"chunk_size": 8192, "saves": ["attn_out"], "offload": "cpu"},
     "train_batch_size": 8,
 }
-LONG = {**FIELDS, "comment": "x" * 5000}
+LONG_FIELDS = {**FIELDS, "comment": "x" * 5000}
 
 
-@pytest.mark.parametrize("fields", [FIELDS, LONG], ids=["short", "long"])
+@pytest.mark.parametrize("fields", [FIELDS, LONG_FIELDS], ids=["short", "long"])
 @pytest.mark.parametrize("way", ["dict", "mapping", "text", "urlsafe", "base64", "path", "Path"])
 def test_a_config_comes_in_every_way_that_deepspeed_takes_and_more(way, fields, tmp_path):
     text, file = json.dumps(fields), tmp_path / "ds.json"

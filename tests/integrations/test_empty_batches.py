@@ -33,7 +33,7 @@ from streambp.integrations.trl import (
     StreamSFTTrainer,
 )
 from tests.integrations.test_ppo import make, reference_loss, rollouts
-from tests.integrations.test_trl import STREAMED, FullLogits, prompts, train, words
+from tests.integrations.test_trl import STREAM_ARGUMENTS, FullLogits, prompts, train, words
 
 MAX_LENGTH = 12
 
@@ -104,7 +104,7 @@ def test_weights_are_those_of_trl(kind, tmp_path):
     build("qwen3", torch.float64).save_pretrained(folder)
     settings |= {"model": str(folder), "model_init_kwargs": {"dtype": "auto"}}
     log, expected, _ = train(*stock, data(), tmp_path, **settings)
-    _, weights, _ = train(*streamed, data(), tmp_path, **STREAMED, **settings)
+    _, weights, _ = train(*streamed, data(), tmp_path, **STREAM_ARGUMENTS, **settings)
     norms = [step["grad_norm"] for step in log]
     assert 0.0 in norms, norms
     assert all(weight.isfinite().all() for weight in weights.values())

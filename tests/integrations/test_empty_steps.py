@@ -17,8 +17,8 @@ import transformers
 import streambp
 from streambp.head.log_probs import HeadGradients
 from streambp.launch import process
-from streambp.launch.hook import VARIABLE, WITH_TRLS_HEAD, Hook
-from streambp.launch.settings import from_fields
+from streambp.launch.hook import SETTINGS_VARIABLE, TRL_HEAD_TRAINERS, ImportHook
+from streambp.launch.settings import settings_from_fields
 from tests.families import VOCABULARY, build
 from tests.oracle import lift_float32_casts, worst_error
 from tests.seeds import seed_torch, seeded
@@ -51,7 +51,14 @@ from streambp.integrations.trl import (
     StreamSFTConfig,
     StreamSFTTrainer,
 )
-from tests.integrations.test_trl import STREAMED, FullLogits, prompts, tokenizer, train, words
+from tests.integrations.test_trl import (
+    STREAM_ARGUMENTS,
+    FullLogits,
+    prompts,
+    tokenizer,
+    train,
+    words,
+)
 
 FIELDS = {"chunk_size": 5}
 MAX_LENGTH = 12
@@ -163,12 +170,12 @@ def launched(monkeypatch):
     """Context manager that changes transformers and TRL as `streambp launch` does, for a time."""
     with monkeypatch.context() as changes:
         changes.setattr(process.atexit, "register", lambda function, **_: None)
-        changes.setenv(VARIABLE, from_fields(FIELDS).to_json())
+        changes.setenv(SETTINGS_VARIABLE, settings_from_fields(FIELDS).to_json())
         changes.setattr(transformers.Trainer, "__init__", transformers.Trainer.__init__)
-        for name in WITH_TRLS_HEAD:
+        for name in TRL_HEAD_TRAINERS:
             module = sys.modules[f"trl.trainer.{name}_trainer"]
             changes.setattr(module, "add_fused_lm_head", module.add_fused_lm_head)
-        hook = Hook()
+        hook = ImportHook()
         for name, change in hook.actions.items():
             change(sys.modules[name])
         yield
@@ -191,7 +198,7 @@ def trained(kind, door, setup, layout, folder, folders, monkeypatch):
             settings["trainer"] = {**settings.get("trainer", {}), "peft_config": lora}
     if door == "stream":
         trainer, config = STREAM[kind]
-        settings |= STREAMED
+        settings |= STREAM_ARGUMENTS
     if door == "patch":
         settings["patch_with"] = streambp.StreamConfig(**FIELDS)
     with launched(monkeypatch) if door == "launch" else contextlib.nullcontext():

@@ -19,7 +19,7 @@ from transformers import Trainer, TrainerCallback
 from streambp import StreamConfig
 from streambp.errors import ConfigError, UnsupportedModelError
 from streambp.launch import process
-from streambp.model.installed import is_patched
+from streambp.model.installed_patch import is_patched
 from tests.launch.programs import arguments, model_of, right, rows
 from tests.launch.test_process import settings, without_streams
 

@@ -28,13 +28,15 @@ from streambp.integrations.trl import StreamPPOConfig, StreamPPOTrainer, values
 from tests.integrations.test_trl import tokenizer
 from tests.seeds import seed_of, seeded
 
-WORDS = (5, 9, 14, 20)
+PROMPT_LENGTHS = (5, 9, 14, 20)
 
 
 def prompts():
     """Two words each: which word to repeat, and one that gives a reward or not whatever is
     answered."""
-    return Dataset.from_list([{"prompt": f"w{WORDS[i % 4]} w{30 + i % 7}"} for i in range(64)])
+    return Dataset.from_list(
+        [{"prompt": f"w{PROMPT_LENGTHS[i % 4]} w{30 + i % 7}"} for i in range(64)]
+    )
 
 
 def repeats(prompts, completions, **_):

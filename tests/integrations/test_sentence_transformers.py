@@ -15,7 +15,7 @@ from streambp.attention.prefix import KVBuffer
 from streambp.errors import StreamBPError
 from streambp.sharded import layer as halves
 from tests.integrations.test_seq2seq_trainer import logged
-from tests.oracle import EXACT, worst_error
+from tests.oracle import MAX_FLOAT64_ERROR, worst_error
 from tests.seeds import seed_of, seeded
 from tests.test_mutants import only_this_chunk
 
@@ -51,19 +51,19 @@ from transformers import (
 
 pytestmark = pytest.mark.usefixtures("float64_everywhere")
 STEPS = 10
-LONGEST = 22  # 3 chunks of 7, and one token
+MAX_TOKENS = 22  # 3 chunks of 7, and one token
 CHUNK = 7
 SIZES = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "pad_token_id": 0,
 }  # fmt: skip
-MODERN = {
+MODERNBERT_SIZES = {
     "local_attention": 8, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2,
 }  # fmt: skip
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-MAKE = {
+MODEL_BUILDERS = {
     "bert": (lambda: BertModel(BertConfig(**SIZES, **NO_DROPOUT)), "cls"),
-    "modernbert": (lambda: ModernBertModel(ModernBertConfig(**SIZES, **MODERN)), "mean"),
+    "modernbert": (lambda: ModernBertModel(ModernBertConfig(**SIZES, **MODERNBERT_SIZES)), "mean"),
     "qwen3": (
         lambda: Qwen3Model(Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=8)), "lasttoken",
     ),
@@ -85,7 +85,7 @@ def tokenizer():
 
 def sentence_model(name, folder):
     """A SentenceTransformer of a small random model, which is loaded from `folder`."""
-    make, pooling = MAKE[name]
+    make, pooling = MODEL_BUILDERS[name]
     make().save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     modules = [Transformer(str(folder)), Pooling(SIZES["hidden_size"], pooling)]
@@ -102,9 +102,9 @@ def pairs():
     generator = seeded(1)
     rows = []
     for row in range(4 * STEPS):
-        short, long = torch.randint(3, LONGEST, (2,), generator=generator).tolist()
+        short, long = torch.randint(3, MAX_TOKENS, (2,), generator=generator).tolist()
         if row % 2:
-            long = LONGEST
+            long = MAX_TOKENS
         rows.append({"anchor": words(generator, short), "positive": words(generator, long)})
     return Dataset.from_list(rows)
 
@@ -134,7 +134,7 @@ def check(name, kind, folder, steps=STEPS):
         assert len(logged(expected, key)) == steps
         assert logged(our_trainer, key) == pytest.approx(logged(expected, key), rel=1e-10, abs=0.0)
     assert min(logged(expected, "grad_norm")) > 0.1  # each step moved the weights
-    assert worst_error(changes, expected_changes) <= EXACT
+    assert worst_error(changes, expected_changes) <= MAX_FLOAT64_ERROR
     described = streambp.describe(ours)
     assert [layer.path for layer in described.layers] == ["streams"] * 2
     texts = [row["positive"] for row in pairs()][:4]
@@ -147,7 +147,7 @@ def check(name, kind, folder, steps=STEPS):
 
 @pytest.mark.fast("bert-mnrl", "modernbert-cached mnrl", "qwen3-cached mnrl")
 @pytest.mark.parametrize("kind", list(LOSSES))
-@pytest.mark.parametrize("name", list(MAKE))
+@pytest.mark.parametrize("name", list(MODEL_BUILDERS))
 def test_ten_steps(name, kind, tmp_path):
     check(name, kind, tmp_path)
 

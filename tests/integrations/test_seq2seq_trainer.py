@@ -1,6 +1,6 @@
 """transformers' trainers with models of two stacks, ten steps, against the same steps unpatched.
 
-covers: admission/stacks.py, admission/biased.py, model/causal_lm.py, lazy/loss_rules.py
+covers: admission/stacks.py, admission/t5_bias.py, model/causal_lm.py, lazy/loss_rules.py
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from streambp.layer.function import BackwardPass
 from streambp.lazy import row_rules
 from tests.admission import test_biased
 from tests.model import test_encoder_decoders
-from tests.oracle import EXACT, worst_error
+from tests.oracle import MAX_FLOAT64_ERROR, worst_error
 from tests.seeds import seed_of
 from tests.sharded.test_bidirectional import paligemma
 
 pytest.importorskip("accelerate", reason="Trainer needs accelerate")
 
 STEPS = 10
-LONGEST = 22  # 3 chunks of 7, and one token
+MAX_TOKENS = 22  # 3 chunks of 7, and one token
 CHUNK = 7
 START, END, FIRST, IMAGE, LAST = 2, 2, 3, 60, 59  # tokens; those of texts are FIRST to LAST
 
 pytestmark = pytest.mark.usefixtures("float64_everywhere", "float64_totals")
 
-STREAMS_T5 = hasattr(modeling_t5, "eager_attention_forward")
+SUPPORTS_T5 = hasattr(modeling_t5, "eager_attention_forward")
 WHY_NOT_T5 = "T5 of this transformers attends without the interface: its layers run unchunked"
 
 
@@ -63,7 +63,7 @@ def lengths(longest):
 def texts():
     return [
         {"input_ids": text_of(source), "labels": text_of(target)}
-        for source, target in zip(lengths(19), lengths(LONGEST)[::-1], strict=True)
+        for source, target in zip(lengths(19), lengths(MAX_TOKENS)[::-1], strict=True)
     ]
 
 
@@ -71,7 +71,7 @@ def sounds():
     """Spectrograms [mels, frames] and their transcripts."""
     return [
         {"input_features": torch.randn(8, 40), "labels": text_of(length)}
-        for length in lengths(LONGEST)
+        for length in lengths(MAX_TOKENS)
     ]
 
 
@@ -94,7 +94,7 @@ def images():
     rows = []
     for row in range(2 * STEPS):
         question = int(torch.randint(5, 10, ()))
-        answer = LONGEST - 4 - question if row % 2 else int(torch.randint(1, 8, ()))
+        answer = MAX_TOKENS - 4 - question if row % 2 else int(torch.randint(1, 8, ()))
         ids = torch.cat([torch.full((4,), IMAGE), text_of(question + answer)])
         kinds = (torch.arange(len(ids)) >= 4 + question).long()
         picture = torch.randn(3, 16, 16)
@@ -114,10 +114,10 @@ def collate_images(rows):
     }  # fmt: skip
 
 
-MAKE = {
-    "bart": test_encoder_decoders.MAKE["bart"],
+MODEL_BUILDERS = {
+    "bart": test_encoder_decoders.MODEL_BUILDERS["bart"],
     "t5": functools.partial(test_biased.model_of, "t5"),
-    "whisper": test_encoder_decoders.MAKE["whisper"],
+    "whisper": test_encoder_decoders.MODEL_BUILDERS["whisper"],
     "paligemma": paligemma,
 }
 LAYERS = {"t5": 6}
@@ -159,7 +159,7 @@ def logged(trainer, key):
 
 
 def check(name, form, folder, steps=STEPS):
-    stock = MAKE[name]().train()
+    stock = MODEL_BUILDERS[name]().train()
     config = streambp.StreamConfig(chunk_size=CHUNK, lazy_logits=form.startswith("lazy"))
     ours = streambp.patch(copy.deepcopy(stock), config)
     rows = DATA[name]()
@@ -169,7 +169,7 @@ def check(name, form, folder, steps=STEPS):
         assert len(logged(expected, key)) == steps
         assert logged(our_trainer, key) == pytest.approx(logged(expected, key), rel=1e-10, abs=0.0)
     assert min(logged(expected, "grad_norm")) > 0.1  # each step moved the weights
-    assert worst_error(changes, expected_changes) <= EXACT
+    assert worst_error(changes, expected_changes) <= MAX_FLOAT64_ERROR
     if form == "generation":
         our_output, stock_output = (
             trainer.predict(rows[:6]) for trainer in (our_trainer, expected)
@@ -192,8 +192,8 @@ def check(name, form, folder, steps=STEPS):
 
 
 def cases():
-    for name in MAKE:
-        skip = pytest.mark.skipif(name == "t5" and not STREAMS_T5, reason=WHY_NOT_T5)
+    for name in MODEL_BUILDERS:
+        skip = pytest.mark.skipif(name == "t5" and not SUPPORTS_T5, reason=WHY_NOT_T5)
         for form in FORMS:
             if (name, form) != ("paligemma", "generation"):
                 yield pytest.param(name, form, marks=skip)
@@ -212,14 +212,14 @@ MUTANTS = {
         BackwardPass, "add", test_encoder_decoders.add_to_the_encoder_once, "whisper", "generation",
     ),
     "the encoder's padding is read": (
-        masks.LazyMask, "over_keys", lambda self, is_added: None, "bart", "accumulation",
+        masks.LazyMask, "to_key_mask", lambda self, is_added: None, "bart", "accumulation",
     ),
     "the bias loses one chunk's gradient": (
         BackwardPass, "add", test_biased.lose_one_chunk, "t5", "accumulation",
     ),
     "label smoothing of the other sign": (
-        row_rules, "log_softmaxed",
-        lambda node, real=row_rules.log_softmaxed: real(node) and (real(node)[0], 1.0),
+        row_rules, "match_log_softmax",
+        lambda node, real=row_rules.match_log_softmax: real(node) and (real(node)[0], 1.0),
         "whisper", "lazy label smoothing",
     ),
     "chunks end within an image's question": (
@@ -232,7 +232,7 @@ MUTANTS = {
 @pytest.mark.parametrize("mutant", list(MUTANTS))
 def test_mutants(mutant, monkeypatch, tmp_path):
     module, attribute, replacement, name, form = MUTANTS[mutant]
-    if name == "t5" and not STREAMS_T5:
+    if name == "t5" and not SUPPORTS_T5:
         pytest.skip(WHY_NOT_T5)
     monkeypatch.setattr(module, attribute, replacement)
     with pytest.raises((AssertionError, StreamBPError)):

@@ -166,6 +166,6 @@ def test_an_epoch_whose_windows_are_unlucky_has_no_batch_too_many():
     draw = random.Random(1)
     lengths = [draw.randint(1, 9) for _ in range(60)]
     sampler = TokenBatchSampler(lengths, 10, window=8)
-    batch_counts = [len(sampler._in_windows(sampler._shuffled(epoch))) for epoch in range(30)]
+    batch_counts = [len(sampler._cut_windows(sampler._shuffled(epoch))) for epoch in range(30)]
     assert max(batch_counts) > len(sampler) > min(batch_counts)
     check_epochs(lengths, 10, 1, epochs=30, window=8)

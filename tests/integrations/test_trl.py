@@ -71,7 +71,7 @@ def exact_stock_head(request, monkeypatch):
         monkeypatch.setattr("trl.trainer.utils._ChunkedLogProbFunction", FullLogits)
 
 
-STREAMED = {"stream_chunk_size": "5"}
+STREAM_ARGUMENTS = {"stream_chunk_size": "5"}
 STEPS = 4
 
 
@@ -154,7 +154,7 @@ def train(
     )
 
 
-IGNORED = {"epoch", "learning_rate", "step_time"}
+IGNORED_LOG_KEYS = {"epoch", "learning_rate", "step_time"}
 
 
 def compare(expected, streamed, tolerance=1e-9):
@@ -168,7 +168,7 @@ def compare(expected, streamed, tolerance=1e-9):
         undecided = (
             {"rewards/accuracies"} if abs(theirs.get("rewards/margins", 1.0)) < 1e-7 else set()
         )
-        for key in ours.keys() - IGNORED - undecided:
+        for key in ours.keys() - IGNORED_LOG_KEYS - undecided:
             assert ours[key] == pytest.approx(theirs[key], rel=1e-6, abs=1e-7), key
     assert worst_error(weights, expected_weights) <= tolerance
 
@@ -199,7 +199,9 @@ SFT = {
 def test_sft(kind, tmp_path, attended_chunks):
     expected = train(SFTTrainer, SFTConfig, texts(), tmp_path, **SFT[kind])
     assert not attended_chunks
-    streamed = train(StreamSFTTrainer, StreamSFTConfig, texts(), tmp_path, **STREAMED, **SFT[kind])
+    streamed = train(
+        StreamSFTTrainer, StreamSFTConfig, texts(), tmp_path, **STREAM_ARGUMENTS, **SFT[kind]
+    )
     assert attended_chunks
     compare(expected, streamed)
     assert "blockwise" in str(streambp.describe(streamed[2].model))
@@ -214,7 +216,13 @@ def test_sft_of_a_hybrid(tmp_path):
     )
     model = zoo.build("qwen3_5_text")
     streamed = train(
-        StreamSFTTrainer, StreamSFTConfig, texts(), tmp_path, model=model, **STREAMED, **settings
+        StreamSFTTrainer,
+        StreamSFTConfig,
+        texts(),
+        tmp_path,
+        model=model,
+        **STREAM_ARGUMENTS,
+        **settings,
     )
     compare(expected, streamed)
     assert {layer.path for layer in streambp.describe(model).layers} == HYBRID_PATHS
@@ -233,7 +241,7 @@ def test_sft_in_float32(tmp_path):
         weights.append(
             train(SFTTrainer, SFTConfig, texts(), tmp_path, model=model, **SFT["plain"])[1]
         )
-    settings = {**STREAMED, **SFT["plain"]}
+    settings = {**STREAM_ARGUMENTS, **SFT["plain"]}
     ours = train(
         StreamSFTTrainer, StreamSFTConfig, texts(), tmp_path, model=build("qwen3"), **settings
     )[1]
@@ -286,7 +294,7 @@ def test_dpo(lora, loss_type, tmp_path, attended_chunks, checkpoint):
         )
 
     expected = run(DPOTrainer, DPOConfig)
-    streamed = run(StreamDPOTrainer, StreamDPOConfig, **STREAMED)
+    streamed = run(StreamDPOTrainer, StreamDPOConfig, **STREAM_ARGUMENTS)
     assert attended_chunks
     compare(expected, streamed)
     assert expected[0][-1]["loss"] != expected[0][0]["loss"]
@@ -303,7 +311,7 @@ def test_dpo_with_layers_that_run_whole(tmp_path, monkeypatch):
 
     mix_neighbours(monkeypatch, build("qwen3"))
     expected = run(DPOTrainer, DPOConfig)
-    streamed = run(StreamDPOTrainer, StreamDPOConfig, **STREAMED)
+    streamed = run(StreamDPOTrainer, StreamDPOConfig, **STREAM_ARGUMENTS)
     compare(expected, streamed)
     assert {layer.path for layer in streambp.describe(streamed[2].model).layers} == {"checkpoints"}
 
@@ -388,7 +396,7 @@ def test_grpo(loss_type, tmp_path, attended_chunks, checkpoint):
         tmp_path,
         trainer=trainer,
         **settings,
-        **STREAMED,
+        **STREAM_ARGUMENTS,
     )
     assert attended_chunks
     compare(expected, streamed)
@@ -434,7 +442,7 @@ def test_evaluation_generation_and_resume(tmp_path):
         tmp_path / "ours",
         **settings,
         **evaluation,
-        **STREAMED,
+        **STREAM_ARGUMENTS,
     )
     losses = [
         [e["eval_loss"] for e in run[2].state.log_history if "eval_loss" in e]
@@ -471,7 +479,7 @@ def test_settings_from_the_command_line():
 
 def test_copies_of_a_trainers_model_score_with_their_own_weights(tmp_path):
     _, _, trainer = train(
-        StreamSFTTrainer, StreamSFTConfig, texts(), tmp_path, max_steps=1, **STREAMED
+        StreamSFTTrainer, StreamSFTConfig, texts(), tmp_path, max_steps=1, **STREAM_ARGUMENTS
     )
     model_copy = copy.deepcopy(trainer.model)
     with torch.no_grad():
@@ -600,7 +608,7 @@ def test_another_librarys_forward_on_the_class_leaves_the_head_to_trl(
     tmp_path, monkeypatch, attended_chunks, expected_sft
 ):
     monkeypatch.setattr(Qwen3ForCausalLM, "forward", fused_forward)
-    streamed = train(StreamSFTTrainer, StreamSFTConfig, texts(), tmp_path, **STREAMED)
+    streamed = train(StreamSFTTrainer, StreamSFTConfig, texts(), tmp_path, **STREAM_ARGUMENTS)
     assert attended_chunks
     compare(expected_sft, streamed)
     assert "TRL's fused head" in streambp.describe(streamed[2].model).head

@@ -1,8 +1,8 @@
 """Trainers with LoRA, ten steps, against the same steps of the unpatched model: adapted Linears are
 computed as one operation.
 
-covers: layer/adapters.py, layer/adapted.py, integrations/trl/sft.py, integrations/trl/dpo.py,
-integrations/trl/grpo.py
+covers: layer/adapters.py, layer/adapted_linear.py, integrations/trl/sft.py,
+integrations/trl/dpo.py, integrations/trl/grpo.py
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import streambp
-from streambp.layer import adapted as operation
+from streambp.layer import adapted_linear as operation
 from tests.families import VOCABULARY, build
-from tests.oracle import BAR, relative_l2
+from tests.oracle import MAX_ERROR_RATIO, relative_l2
 from tests.seeds import seed_of, seed_torch, seeded
 
 pytest.importorskip("trl", reason="TRL is not installed")
@@ -35,7 +35,7 @@ from streambp.integrations.trl import (
     StreamSFTTrainer,
 )
 from tests.integrations.test_trl import (  # noqa: F401  # a fixture
-    STREAMED,
+    STREAM_ARGUMENTS,
     exact_stock_head,
     pairs,
     prompts,
@@ -79,7 +79,7 @@ def check(kind, folder, calls, steps, kernels="auto"):
     expected = trained(stock, kind, folder, steps)
     assert not calls
     if kernels == "auto":
-        streamed = trained(ours, kind, folder, steps, **STREAMED)
+        streamed = trained(ours, kind, folder, steps, **STREAM_ARGUMENTS)
     else:
         config = streambp.StreamConfig(chunk_size=5, kernels=kernels)
         streamed = trained(stock, kind, folder, steps, patch_with=config)
@@ -106,7 +106,7 @@ def test_own_kernels_leave_pefts_code(kind, tmp_path, calls, attended_chunks):
 
 
 def unscaled(monkeypatch):
-    monkeypatch.setattr(operation.Scale, "b", 1.0)
+    monkeypatch.setattr(operation.AdapterScale, "b", 1.0)
 
 
 @pytest.mark.full
@@ -162,7 +162,7 @@ def check_bf16(folder):
     pairs_of = [trainer_errors(seed, folder) for seed in range(MODELS)]
     ours, stock = (sum(column) for column in zip(*pairs_of, strict=True))
     print(f"{ours / stock:.3f} of the unpatched model's error over {MODELS} models: {pairs_of}")
-    assert ours <= BAR * stock
+    assert ours <= MAX_ERROR_RATIO * stock
 
 
 @pytest.mark.full

@@ -23,7 +23,7 @@ from datasets import IterableDataset
 from trl import SFTConfig, SFTTrainer
 
 from streambp.integrations.trl import StreamSFTConfig, StreamSFTTrainer
-from tests.integrations.test_trl import STREAMED, exact_stock_head, texts, train  # noqa: F401  # a fixture
+from tests.integrations.test_trl import STREAM_ARGUMENTS, exact_stock_head, texts, train  # noqa: F401  # a fixture
 
 TOKENS = 48
 MICRO_BATCHES = 1000  # more than the data set has
@@ -68,7 +68,7 @@ def test_sft_by_tokens(tmp_path, steps_seen):
         tmp_path,
         max_length=32,
         stream_batch_tokens=TOKENS,
-        **STREAMED,
+        **STREAM_ARGUMENTS,
     )
     assert steps_seen == theirs
     assert all(tokens <= TOKENS for tokens, _ in steps_seen)
@@ -87,7 +87,7 @@ def test_training_goes_on_where_it_was_left(tmp_path, steps_seen):
     }
     settings |= {"save_strategy": "steps", "save_steps": 12}
     _, expected, created_trainer = train(
-        StreamSFTTrainer, StreamSFTConfig, texts(), tmp_path, **settings, **STREAMED
+        StreamSFTTrainer, StreamSFTConfig, texts(), tmp_path, **settings, **STREAM_ARGUMENTS
     )
     epoch = len(created_trainer.get_train_dataloader())
     assert epoch < 12 < 14 <= 2 * epoch
@@ -120,7 +120,7 @@ def test_the_loss_counts_each_label_of_a_step_alike(tmp_path, steps_seen):
     steps_seen.clear()
     _, by_tokens, _ = train(
         StreamSFTTrainer, StreamSFTConfig, data, tmp_path, model=model, stream_batch_tokens=TOKENS,
-        gradient_accumulation_steps=MICRO_BATCHES, **common, **STREAMED,
+        gradient_accumulation_steps=MICRO_BATCHES, **common, **STREAM_ARGUMENTS,
     )  # fmt: skip
     assert sum(rows for _, rows in steps_seen) == len(data)
     assert len(steps_seen) > 4
@@ -165,5 +165,5 @@ def test_data_that_cannot_be_counted_is_refused(data, settings, message, tmp_pat
     with pytest.raises(ConfigError, match=message):
         train(
             StreamSFTTrainer, StreamSFTConfig, data(), tmp_path,
-            **{"max_length": 32, "stream_batch_tokens": TOKENS, **STREAMED, **settings},
+            **{"max_length": 32, "stream_batch_tokens": TOKENS, **STREAM_ARGUMENTS, **settings},
         )  # fmt: skip

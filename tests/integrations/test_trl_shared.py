@@ -14,7 +14,7 @@ import streambp
 from streambp.integrations.trl import keep_groups
 from streambp.launch import groups, process
 from streambp.prefixes import calls
-from streambp.prefixes.tree import Tree, find_tree
+from streambp.prefixes.tree import PrefixTree, find_tree
 from tests.oracle import worst_error
 from tests.prefixes.batches import counted
 from tests.seeds import seed_torch, seeded
@@ -50,7 +50,7 @@ from tests.families import build
 from tests.integrations import test_ppo
 from tests.integrations.test_trl import (  # noqa: F401  # the fixtures
     LORA,
-    STREAMED,
+    STREAM_ARGUMENTS,
     checkpoint,
     exact_stock_head,
     pairs,
@@ -62,7 +62,7 @@ from tests.integrations.test_trl import (  # noqa: F401  # the fixtures
 )
 
 STEPS = [4, pytest.param(10, marks=pytest.mark.full)]
-SHARED = {**STREAMED, "stream_rows": "packed"}
+SHARED_ROWS_ARGUMENTS = {**STREAM_ARGUMENTS, "stream_rows": "packed"}
 GRPO = {
     "num_generations": 4, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 3,
     "max_completion_length": 5, "temperature": 0.9, "beta": 0.05,
@@ -80,7 +80,7 @@ def computed(monkeypatch):
         rows, different = counted(
             {"input_ids": ids, "attention_mask": torch.ones_like(ids) if mask is None else mask}
         )
-        counts.append((rows, different, tree.tokens if isinstance(tree, Tree) else rows))
+        counts.append((rows, different, tree.tokens if isinstance(tree, PrefixTree) else rows))
         return tree
 
     monkeypatch.setattr(calls, "find_tree", find)
@@ -104,13 +104,13 @@ def savings(monkeypatch):
         tokens, different = (sum(part) for part in zip(*map(counted, full_batches), strict=True))
         return tokens / different
 
-    def grouped(batches):
+    def group_batches(batches):
         ours = real(batches)
         shares.append((saving(batches), saving(ours)))
         return ours
 
-    real = groups.grouped
-    monkeypatch.setattr(groups, "grouped", grouped)
+    real = groups.group_batches
+    monkeypatch.setattr(groups, "group_batches", group_batches)
     return shares
 
 
@@ -154,7 +154,7 @@ def test_sft_computes_no_padding(accumulation, rows, tmp_path, computed):
         texts(),
         tmp_path,
         **settings,
-        **STREAMED,
+        **STREAM_ARGUMENTS,
         stream_rows=rows,
     )
     compare(expected, streamed, ("loss", "entropy", "mean_token_accuracy", "num_tokens"))
@@ -178,7 +178,7 @@ def test_by_default_no_trainer_computes_padding(tmp_path, computed, savings, che
         computed.clear()
         compare(
             train(*theirs, data, tmp_path, **settings),
-            train(*ours, data, tmp_path, **settings, **STREAMED),
+            train(*ours, data, tmp_path, **settings, **STREAM_ARGUMENTS),
         )
         assert as_counted(computed) > 1.1
     assert not savings
@@ -200,7 +200,7 @@ def test_dpo_shares_its_prompts(lora, steps, tmp_path, computed, checkpoint):  #
 
     expected = run(DPOTrainer, DPOConfig)
     assert not computed
-    streamed = run(StreamDPOTrainer, StreamDPOConfig, **SHARED)
+    streamed = run(StreamDPOTrainer, StreamDPOConfig, **SHARED_ROWS_ARGUMENTS)
     compare(expected, streamed)
     assert len(computed) == 2 * 2 * steps  # policy and reference, two micro-batches a step
     assert as_counted(computed) > 1.15
@@ -212,7 +212,14 @@ def test_grpo_keeps_groups_together(steps, tmp_path, computed, savings, checkpoi
     prompts' four rows."""
     settings = {**GRPO, **checkpoint, "trainer": {"reward_funcs": reward}, "max_steps": steps}
     expected = train(GRPOTrainer, GRPOConfig, prompts(), tmp_path, **settings)
-    streamed = train(StreamGRPOTrainer, StreamGRPOConfig, prompts(), tmp_path, **settings, **SHARED)
+    streamed = train(
+        StreamGRPOTrainer,
+        StreamGRPOConfig,
+        prompts(),
+        tmp_path,
+        **settings,
+        **SHARED_ROWS_ARGUMENTS,
+    )
     compare(expected, streamed)
     assert len(savings) == steps
     theirs, ours = (sum(saved) / len(savings) for saved in zip(*savings, strict=True))
@@ -245,7 +252,14 @@ def test_grpo_of_several_steps_each_with_whole_groups(tmp_path, computed, checkp
     with monkeypatch.context() as patched:
         patched.setattr(trl.trainer.grpo_trainer, "shuffle_sequence_dict", shuffled)
         expected = train(GRPOTrainer, GRPOConfig, prompts(), tmp_path, **settings)
-    streamed = train(StreamGRPOTrainer, StreamGRPOConfig, prompts(), tmp_path, **settings, **SHARED)
+    streamed = train(
+        StreamGRPOTrainer,
+        StreamGRPOConfig,
+        prompts(),
+        tmp_path,
+        **settings,
+        **SHARED_ROWS_ARGUMENTS,
+    )
     compare(expected, streamed)
     assert as_counted(computed) > 1.5
 
@@ -255,10 +269,10 @@ class LaunchedRLOO(RLOOTrainer):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        launched = process.Launched(
+        launched = process.LaunchedProcess(
             streambp.StreamConfig(chunk_size=5, rows="packed", lazy_logits=True)
         )
-        launched.trainer_made(self)
+        launched.patch_trainer(self)
 
 
 @pytest.mark.full
@@ -308,7 +322,7 @@ def test_trainers_that_keep_no_groups(tmp_path, savings, checkpoint):  # noqa: F
     """Sharing is off: TRL's micro-batches. It is on, but the model is TRL's: those too, until
     `keep_groups`."""
     settings = {**GRPO, **checkpoint, "trainer": {"reward_funcs": reward}, "max_steps": 1}
-    train(StreamGRPOTrainer, StreamGRPOConfig, prompts(), tmp_path, **settings, **STREAMED)
+    train(StreamGRPOTrainer, StreamGRPOConfig, prompts(), tmp_path, **settings, **STREAM_ARGUMENTS)
     assert not savings
     created_trainer = train(
         GRPOTrainer,

@@ -1,7 +1,7 @@
 """What the command does with programs, whatever they train: environment, exit codes, signals, the
 placed file.
 
-covers: cli/runs.py, launch/command.py, launch/hook.py, launch/place.py, launch/report.py,
+covers: cli/runs.py, launch/command.py, launch/hook.py, launch/hook_file.py, launch/report.py,
 launch/settings.py
 """
 
@@ -24,14 +24,14 @@ from streambp.cli import main
 from streambp.config import StreamConfig
 from streambp.errors import ConfigError
 from streambp.launch import command
-from streambp.launch.command import ALLOWED, UNPATCHED, environment, split
-from streambp.launch.hook import VARIABLE
-from streambp.launch.place import install_hook, remove
-from streambp.launch.report import Account, Model, collect, leave, table
-from streambp.launch.settings import Settings, from_fields
+from streambp.launch.command import ALLOW_UNPATCHED_OPTION, EXIT_UNPATCHED, environment, split
+from streambp.launch.hook import SETTINGS_VARIABLE
+from streambp.launch.hook_file import install_hook, remove
+from streambp.launch.report import ModelRecord, ProcessRecord, collect, table, write_record
+from streambp.launch.settings import LaunchSettings, settings_from_fields
 from tests.hangs import HANG
 
-OTHERS = {
+OTHER_COMMANDS = {
     "attention": "math", "eval_logits": True, "offload": "cpu", "host_memory": 2**30, "gpu_memory": 2**20,
     "on_host_full": "raise", "chunk_size": 100, "saves": ("attn_out", "mlp.*"), "lazy_logits": False,
     "documents": "as_given", "kernels": "liger", "rows": "packed", "unpatched_runs": False,
@@ -59,19 +59,21 @@ def test_every_setting_is_a_flag_and_reaches_the_program(capfd):
     """A new field of StreamConfig needs a value here that is not launch's default."""
     names = {field.name for field in dataclasses.fields(StreamConfig)}
     assert {
-        *OTHERS,
+        *OTHER_COMMANDS,
         "head",
         "share_prefixes",
     } == names  # no logits are lazy without the one; the other is a former name
-    code = f"import os; print(os.environ[{VARIABLE!r}])"
-    assert main(["launch", ALLOWED, *FLAGS, "--", sys.executable, "-c", code]) == 0
-    assert from_fields(json.loads(capfd.readouterr().out)) == Settings(
-        StreamConfig(**OTHERS), "train"
+    code = f"import os; print(os.environ[{SETTINGS_VARIABLE!r}])"
+    assert main(["launch", ALLOW_UNPATCHED_OPTION, *FLAGS, "--", sys.executable, "-c", code]) == 0
+    assert settings_from_fields(json.loads(capfd.readouterr().out)) == LaunchSettings(
+        StreamConfig(**OTHER_COMMANDS), "train"
     )
-    assert Settings().to_json() == "{}"
-    assert from_fields({}).config == StreamConfig(lazy_logits=True, rows="auto")
-    assert main(["launch", ALLOWED, "--no-head", "--", sys.executable, "-c", code]) == 0
-    assert from_fields(json.loads(capfd.readouterr().out)) == Settings(
+    assert LaunchSettings().to_json() == "{}"
+    assert settings_from_fields({}).config == StreamConfig(lazy_logits=True, rows="auto")
+    assert (
+        main(["launch", ALLOW_UNPATCHED_OPTION, "--no-head", "--", sys.executable, "-c", code]) == 0
+    )
+    assert settings_from_fields(json.loads(capfd.readouterr().out)) == LaunchSettings(
         StreamConfig(head=False, rows="auto")
     )
 
@@ -106,7 +108,7 @@ def test_a_command_that_cannot_be_run(arguments, message, capsys):
 )
 def test_settings_that_cannot_be(fields):
     with pytest.raises(ConfigError):
-        from_fields(fields)
+        settings_from_fields(fields)
 
 
 def test_exit_codes(tmp_path, capfd):
@@ -116,9 +118,9 @@ def test_exit_codes(tmp_path, capfd):
     assert launch(tmp_path / "nothing") == 127
     assert launch(program(tmp_path, "")) == 126
     capfd.readouterr()
-    assert launch(python, "-I", "-c", "") == UNPATCHED
+    assert launch(python, "-I", "-c", "") == EXIT_UNPATCHED
     assert "no model was patched" in capfd.readouterr().err
-    assert main(["launch", ALLOWED, "--", python, "-c", ""]) == 0
+    assert main(["launch", ALLOW_UNPATCHED_OPTION, "--", python, "-c", ""]) == 0
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs signals and fork")
@@ -155,7 +157,7 @@ def test_a_signal_that_comes_before_the_program_runs_reaches_it(monkeypatch):
     assert launch(sys.executable, "-S", "-c", "import time; time.sleep(3)") == 128 + signal.SIGTERM
 
 
-LOOK = (
+INSPECTION_SCRIPT = (
     "import multiprocessing, sys\n"
     "def look(queue):\n"
     "    hooks = sum(hasattr(f, 'streambp_launch') for f in sys.meta_path)\n"
@@ -172,7 +174,18 @@ def test_the_hook_is_in_every_process_and_hides_no_sitecustomize(tmp_path, monke
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "sitecustomize.py").write_text("HIDDEN = 'found'")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "other"))
-    assert main(["launch", ALLOWED, "--", sys.executable, str(program(tmp_path, LOOK))]) == 0
+    assert (
+        main(
+            [
+                "launch",
+                ALLOW_UNPATCHED_OPTION,
+                "--",
+                sys.executable,
+                str(program(tmp_path, INSPECTION_SCRIPT)),
+            ]
+        )
+        == 0
+    )
     assert capfd.readouterr().out.splitlines() == ["[1, False, 'found']"] * 2
 
 
@@ -207,32 +220,32 @@ def test_the_placed_file(tmp_path):
     assert modules_before[1] == "[False, False]"
     file = install_hook(folder)
     assert modules({}) == modules_before
-    assert modules({VARIABLE: "{}"}, "-I")[1] == "[True, False]"
+    assert modules({SETTINGS_VARIABLE: "{}"}, "-I")[1] == "[True, False]"
     assert remove(folder) == file
-    assert modules({VARIABLE: "{}"}) == modules_before
+    assert modules({SETTINGS_VARIABLE: "{}"}) == modules_before
     assert remove(folder) is None
 
 
 def test_installing_by_the_command(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("streambp.launch.place.sysconfig.get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr("streambp.launch.hook_file.sysconfig.get_path", lambda name: str(tmp_path))
     assert main(["launch", "--chunk-size", "9", "--install"]) == 0
     (file,) = tmp_path.iterdir()
     output = capsys.readouterr().out
     assert str(file) in output
-    assert f"""{VARIABLE}='{{"chunk_size": 9}}'""" in output
+    assert f"""{SETTINGS_VARIABLE}='{{"chunk_size": 9}}'""" in output
     assert main(["launch", "--uninstall"]) == 0
     assert list(tmp_path.iterdir()) == []
     assert main(["launch", "--uninstall"]) == 0
     assert "No file was placed" in capsys.readouterr().out
     monkeypatch.setattr(
-        "streambp.launch.place.sysconfig.get_path", lambda name: str(tmp_path / "nowhere")
+        "streambp.launch.hook_file.sysconfig.get_path", lambda name: str(tmp_path / "nowhere")
     )
     assert main(["launch", "--install"]) == 2
     assert "cannot be written" in capsys.readouterr().err
 
 
 def test_launch_and_the_placed_file_make_one_hook(tmp_path):
-    variables = environment(Settings(), str(tmp_path))
+    variables = environment(LaunchSettings(), str(tmp_path))
     install_hook(tmp_path)
     code = f"import site, sys; site.addsitedir({str(tmp_path)!r})\n"
     code += "print(sum(hasattr(f, 'streambp_launch') for f in sys.meta_path))"
@@ -245,7 +258,7 @@ def test_launch_and_the_placed_file_make_one_hook(tmp_path):
 def test_settings_that_are_no_json_stop_the_program_that_needs_them(tmp_path, monkeypatch):
     from streambp.launch.hook import read
 
-    monkeypatch.setenv(VARIABLE, "8192")
+    monkeypatch.setenv(SETTINGS_VARIABLE, "8192")
     with pytest.raises(ValueError, match="must be a JSON object"):
         read()
 
@@ -273,9 +286,15 @@ with open(os.path.join(os.environ["STREAMBP_LAUNCH_REPORT"], "11.json"), "w") as
 
 def test_processes_that_did_the_same_are_told_of_together(tmp_path, monkeypatch):
     monkeypatch.setenv("STREAMBP_LAUNCH_REPORT", str(tmp_path))
-    models = [Model("A", "layers  streams"), Model("A", "layers  streams"), Model("B", left="why")]
+    models = [
+        ModelRecord("A", "layers  streams"),
+        ModelRecord("A", "layers  streams"),
+        ModelRecord("B", left="why"),
+    ]
     for process, rank in ((11, "1"), (12, "0")):
-        assert leave(Account(process, rank, "train.py", models, 2**30 * (2 - int(rank))))
+        assert write_record(
+            ProcessRecord(process, rank, "train.py", models, 2**30 * (2 - int(rank)))
+        )
     assert [Path(f).suffix for f in os.listdir(tmp_path)] == [".json", ".json"]
     assert table(collect(tmp_path)[0]).splitlines() == [
         "process 12 (rank 0), peak memory 2.00 GiB; process 11 (rank 1), peak memory 1.00 GiB",
@@ -285,7 +304,7 @@ def test_processes_that_did_the_same_are_told_of_together(tmp_path, monkeypatch)
         "  model       B, left as it was: why",
     ]
     monkeypatch.setenv("STREAMBP_LAUNCH_REPORT", str(tmp_path / "elsewhere"))
-    assert not leave(Account(13, None, "train.py", models))
+    assert not write_record(ProcessRecord(13, None, "train.py", models))
 
 
 ACCOUNT = {

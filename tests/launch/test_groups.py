@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from streambp.launch import groups
-from streambp.launch.groups import grouped, prepare_groups
-from streambp.prefixes.tree import Tree, find_tree
+from streambp.launch.groups import group_batches, prepare_groups
+from streambp.prefixes.tree import PrefixTree, find_tree
 from tests.seeds import seeded
 
 
@@ -72,7 +72,7 @@ def names_of(batches):
 def test_prompts_stay_together_and_every_row_is_kept(size):
     batch = generated(prompts=6, completions=4, longest_prompt=5, longest_completion=3)
     theirs = micro_batches(batch, size)
-    ours = grouped(theirs)
+    ours = group_batches(theirs)
     assert [len(names) for names in names_of(ours)] == [size] * (24 // size)
     order = [int(name.split()[1]) for name in itertools.chain.from_iterable(names_of(ours))]
     assert sorted(order) == list(range(24))
@@ -97,7 +97,7 @@ def test_the_same_ids_behind_other_padding_are_another_prompt():
         torch.tensor([0, 0, 0, 1]),
         torch.tensor([0, 0, 1, 1]),
     )
-    for names in names_of(grouped(micro_batches(batch, 3))):
+    for names in names_of(group_batches(micro_batches(batch, 3))):
         assert len({int(name.split()[1]) // 3 for name in names}) == 1
 
 
@@ -111,7 +111,7 @@ def test_what_may_not_be_row_by_row_stays_as_it_is(changes):
         generated(prompts=6, completions=4, longest_prompt=5, longest_completion=3), 4
     )
     theirs = [{**batch, **changes} for batch in theirs]
-    assert grouped(theirs) is theirs
+    assert group_batches(theirs) is theirs
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_tokens_saved_are_those_of_rows_in_order(prompts, completions, size, min
     theirs = micro_batches(batch, size)
     ordered, ours, shuffled = (
         saved(batches)
-        for batches in (micro_batches(batch, size, shuffled=False), grouped(theirs), theirs)
+        for batches in (micro_batches(batch, size, shuffled=False), group_batches(theirs), theirs)
     )
     print(
         f"{prompts} x {completions} in micro-batches of {size}: {ours:.2f}, as TRL shuffles "
@@ -147,7 +147,7 @@ def saved(batches):
         )
         tree = find_tree(ids, mask)
         rows += int(mask.sum())
-        computed += tree.tokens if isinstance(tree, Tree) else int(mask.sum())
+        computed += tree.tokens if isinstance(tree, PrefixTree) else int(mask.sum())
     return rows / computed
 
 
@@ -208,6 +208,6 @@ def rows_in_order_of_their_numbers(batches):
 
 
 def test_a_shuffle_that_stays_is_seen(monkeypatch):
-    monkeypatch.setattr(groups, "grouped", rows_in_order_of_their_numbers)
+    monkeypatch.setattr(groups, "group_batches", rows_in_order_of_their_numbers)
     with pytest.raises(AssertionError):
         test_a_trainer_gets_groups_while_its_model_shares(True)

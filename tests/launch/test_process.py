@@ -27,8 +27,8 @@ import streambp
 from streambp import StreamConfig
 from streambp.errors import ConfigError
 from streambp.launch import process
-from streambp.launch.hook import VARIABLE, Hook
-from streambp.model.installed import is_patched
+from streambp.launch.hook import SETTINGS_VARIABLE, ImportHook
+from streambp.model.installed_patch import is_patched
 from tests.launch.programs import VOCABULARY, arguments, model_of, right, rows
 
 
@@ -37,8 +37,8 @@ def hook(monkeypatch):
     """As in a launched process, but for modules that a test hands to it."""
     monkeypatch.setattr(process.atexit, "register", lambda function, **kwargs: None)
     monkeypatch.delenv("STREAMBP_LAUNCH_REPORT", raising=False)
-    monkeypatch.setenv(VARIABLE, '{"chunk_size": 5}')
-    return Hook()
+    monkeypatch.setenv(SETTINGS_VARIABLE, '{"chunk_size": 5}')
+    return ImportHook()
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def test_a_reference_made_after_init_is_patched_and_calls_without_labels_are_tol
     trainer.train()
     assert is_patched(trainer.ref_model)
     assert "no logits: computed blockwise for log_softmax + " in capsys.readouterr().err
-    policy, reference = hook.launched.account().models
+    policy, reference = hook.launched.process_record().models
     assert "no logits: computed blockwise for log_softmax + " in policy.description
     assert "not tried yet: 2 x" in reference.description, (
         "its calls return a cache: they run as unpatched"
@@ -224,13 +224,13 @@ def test_accelerates_conversion_to_float32_builds_nothing(trainer_class, tmp_pat
 def test_what_a_trainer_holds_can_be_sent_to_another_process(hook):
     """As sweeps do. There it is an account of its own, and still the trainer's."""
     model = model_of()
-    hook.launched.streams(model)
+    hook.launched.patch_model(model)
     trainer = SimpleNamespace(model=model)
-    trainer.watcher = process.Watcher(hook.launched, trainer)
+    trainer.watcher = process.LaunchCallback(hook.launched, trainer)
     sent = pickle.loads(pickle.dumps(trainer))
     assert sent.watcher.trainer is sent
     assert sent.watcher.launched.config == hook.launched.config
-    assert sent.watcher.launched.account().models == []
+    assert sent.watcher.launched.process_record().models == []
     assert is_patched(sent.model)
 
 
@@ -270,11 +270,11 @@ def test_trls_head_leaves_logits_for_metrics(hook, trainer_class, tmp_path):
     pytest.importorskip("trl")
     model, ids = model_of(), torch.randint(VOCABULARY, (2, 11))
     trainer = trainer_class(model, arguments(tmp_path / "out"), compute_metrics=right)
-    hook.launched.head_wanted(pytest.fail, model)
+    hook.launched.add_head(pytest.fail, model)
     assert settings(model).eval_logits
     trainer.preprocess_logits_for_metrics = None
-    for config in (hook.launched.for_trainer(trainer), StreamConfig(chunk_size=4)):
-        hook.launched.streams(model, config)
+    for config in (hook.launched.trainer_config(trainer), StreamConfig(chunk_size=4)):
+        hook.launched.patch_model(model, config)
         assert settings(model) == config
         assert model(input_ids=ids, labels=ids, fused_lm_head=True).log_probs.shape == (2, 10)
 
@@ -298,13 +298,13 @@ def test_a_model_that_cannot_be_streamed_is_named_once_and_trains(
     assert all(torch.equal(weights[name], weight) for name, weight in expected.named_parameters())
     stderr = capsys.readouterr().err
     assert stderr.count("streambp: RwkvForCausalLM is left as it was") == 1
-    (record,) = hook.launched.account().models
+    (record,) = hook.launched.process_record().models
     assert record.description is None
     assert "writes its states in place" in record.left
 
 
 def test_settings_that_do_not_fit_the_model_stop_the_program(trainer_class, monkeypatch, tmp_path):
-    monkeypatch.setenv(VARIABLE, '{"saves": ["mlp.no_proj"]}')
+    monkeypatch.setenv(SETTINGS_VARIABLE, '{"saves": ["mlp.no_proj"]}')
     with pytest.raises(ConfigError, match=r"mlp\.no_proj"):
         trainer_class(model_of(), arguments(tmp_path / "out"))
 
@@ -312,7 +312,7 @@ def test_settings_that_do_not_fit_the_model_stop_the_program(trainer_class, monk
 @pytest.fixture
 def at_train(hook, monkeypatch):
     """A model class whose `train()` the hook has seen."""
-    monkeypatch.setenv(VARIABLE, '{"chunk_size": 5, "at": "train"}')
+    monkeypatch.setenv(SETTINGS_VARIABLE, '{"chunk_size": 5, "at": "train"}')
     stand_in = type(model_of())
     module = SimpleNamespace(PreTrainedModel=type("Streamed", (stand_in,), {}))
     hook.change_models(module)
@@ -325,7 +325,7 @@ def test_train_patches_the_outermost_model_once(at_train, hook):
     for _ in range(3):
         assert model.train().training
     assert "_streambp" in model.__dict__
-    assert len(hook.launched.account().models) == 1
+    assert len(hook.launched.process_record().models) == 1
     assert len(model._forward_hooks) == 1
 
 
@@ -358,9 +358,9 @@ def test_what_a_model_did_is_told_when_it_is_gone(at_train, hook, capsys):
     model(**{name: value[None] for name, value in rows(1)[0].items()}).loss.backward()
     assert "blockwise loss, no logits\n" in capsys.readouterr().err
     del model
-    (record,) = hook.launched.account().models
+    (record,) = hook.launched.process_record().models
     assert "blockwise loss, no logits" in record.description
-    hook.launched.tell(at_end=True)  # without a command that waits for the account
+    hook.launched.print_report(at_end=True)  # without a command that waits for the account
     assert "streams: 2 x Qwen3DecoderLayer" in capsys.readouterr().err
 
 
@@ -373,7 +373,7 @@ def test_an_interpreter_without_streambp_says_so(hook, monkeypatch):
 def test_modules_are_changed_once_they_are_loaded(tmp_path, monkeypatch):
     """A loader's own `exec_module` runs first; other modules are left to the other finders."""
     (tmp_path / "watched_module.py").write_text("value = 1")
-    hook, values = Hook(), []
+    hook, values = ImportHook(), []
     hook.actions = {"watched_module": lambda module: values.append(module.value)}
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "meta_path", [hook, *sys.meta_path])

@@ -1,6 +1,6 @@
 """What the hook costs each Python process that starts, in modules; the time is printed.
 
-covers: launch/command.py, launch/hook.py, launch/place.py, launch/settings.py
+covers: launch/command.py, launch/hook.py, launch/hook_file.py, launch/settings.py
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import venv
 import pytest
 
 from streambp.launch.command import environment
-from streambp.launch.hook import VARIABLE
-from streambp.launch.place import install_hook
-from streambp.launch.settings import Settings
+from streambp.launch.hook import SETTINGS_VARIABLE
+from streambp.launch.hook_file import install_hook
+from streambp.launch.settings import LaunchSettings
 
-OF_THE_LOADER = {"sitecustomize", "__future__", "importlib", "importlib.machinery"}
-OF_IMPORTLIB = {
+LOADER_MODULES = {"sitecustomize", "__future__", "importlib", "importlib.machinery"}
+IMPORTLIB_MODULES = {
     "importlib._bootstrap",
     "importlib._bootstrap_external",
     "_imp",
@@ -62,12 +62,12 @@ def python(tmp_path_factory):
 def test_a_process_imports_next_to_nothing(way, python, tmp_path, capsys):
     """Neither torch nor streambp, and of the standard library only what loads the hook."""
     times_without = started(python, {})
-    variables = environment(Settings(), str(tmp_path))
+    variables = environment(LaunchSettings(), str(tmp_path))
     if way == "launch":
-        variables = {name: variables[name] for name in ("PYTHONPATH", VARIABLE)}
+        variables = {name: variables[name] for name in ("PYTHONPATH", SETTINGS_VARIABLE)}
     else:
         install_hook(next(python.parents[1].rglob("site-packages")))
-        variables = {VARIABLE: "{}"}
+        variables = {SETTINGS_VARIABLE: "{}"}
     times_with_launch = started(python, variables)
     new = set(times_with_launch) - set(times_without)
     with capsys.disabled():
@@ -83,4 +83,4 @@ def test_a_process_imports_next_to_nothing(way, python, tmp_path, capsys):
         )
     assert "os" in times_without
     assert "importlib.machinery" in new  # the hook was loaded
-    assert new <= OF_THE_LOADER | OF_IMPORTLIB
+    assert new <= LOADER_MODULES | IMPORTLIB_MODULES

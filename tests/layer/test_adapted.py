@@ -1,7 +1,7 @@
 """One Linear with adapters as one operation: gradients are peft's, and what cannot be computed so
 is peft's to the bit.
 
-covers: layer/adapted.py, layer/adapters.py
+covers: layer/adapted_linear.py, layer/adapters.py
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from streambp.layer import adapted as operation
+from streambp.layer import adapted_linear as operation
 from streambp.layer import adapters
-from streambp.layer.adapters import Adaptation, readings
-from streambp.layer.products import ADAPTED, UNREAD
-from tests.oracle import BAR, EXACT, worst_error
+from streambp.layer.adapters import Adaptation, lora_modules_of
+from streambp.layer.products import ADAPTATION_ATTRIBUTE, UNREAD_OUTPUT
+from tests.oracle import MAX_ERROR_RATIO, MAX_FLOAT64_ERROR, worst_error
 from tests.seeds import seed_torch, seeded
 
 peft = pytest.importorskip("peft", reason="adapters need peft")
@@ -27,7 +27,7 @@ helpers = pytest.importorskip("peft.helpers", reason="adapters need peft")
 
 IN, OUT, TOKENS = 24, 40, 13
 FLOAT64_BAR = 1e-12
-HALF = torch.bfloat16
+HALF_DTYPE = torch.bfloat16
 
 
 class Holder(nn.Module):
@@ -70,10 +70,10 @@ def run(model, x, value=None, fused=False, autocast=None):
     x = x.detach().requires_grad_()
     seed_torch(5)
     proj = model.base_model.model.proj
-    with torch.autocast("cpu", autocast or HALF, enabled=autocast is not None):
+    with torch.autocast("cpu", autocast or HALF_DTYPE, enabled=autocast is not None):
         if fused:
-            with adapters.adapted(readings(model)):
-                adaptation = vars(proj)[ADAPTED] if value is not None else None
+            with adapters.fuse_adapters(lora_modules_of(model)):
+                adaptation = vars(proj)[ADAPTATION_ATTRIBUTE] if value is not None else None
                 y = model(x) if adaptation is None else adaptation.product(x, value)
         else:
             y = model(x)
@@ -111,7 +111,7 @@ def rank_pattern():
     return around(Holder(), rank_pattern={"proj": 7}, alpha_pattern={"proj": 5})
 
 
-SERVED = {
+SUPPORTED_ADAPTERS = {
     "plain": lambda: around(Holder(bias=False)),
     "a bias": lambda: around(Holder()),
     "rslora": lambda: around(Holder(), use_rslora=True),
@@ -147,13 +147,13 @@ def check(model, calls, **settings):
     assert output.dtype == y.dtype
     if not settings:
         assert (output - y).norm() <= FLOAT64_BAR * y.norm()
-    assert worst_error(gradients, expected) <= FLOAT64_BAR < EXACT * 0.1
+    assert worst_error(gradients, expected) <= FLOAT64_BAR < MAX_FLOAT64_ERROR * 0.1
 
 
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("name", SUPPORTED_ADAPTERS)
 def test_float64(name, calls):
     seed_torch(1)
-    check(SERVED[name](), calls)
+    check(SUPPORTED_ADAPTERS[name](), calls)
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_float64(name, calls):
 def test_a_known_output(name, calls):
     """It is given back, and backward is as ever."""
     seed_torch(1)
-    model = SERVED[name]()
+    model = SUPPORTED_ADAPTERS[name]()
     value = torch.randn(2, TOKENS, OUT, dtype=torch.float64)
     check(model, calls, value=value)
     assert torch.equal(run(model, random_input(), fused=True, value=value)[0], value)
@@ -170,9 +170,9 @@ def test_a_known_output(name, calls):
 
 def test_an_output_that_nobody_reads(calls):
     seed_torch(1)
-    model, x = SERVED["two with dropout"](), random_input()
-    check(model, calls, value=UNREAD)
-    assert run(model, x, fused=True, value=UNREAD)[0].isnan().all()
+    model, x = SUPPORTED_ADAPTERS["two with dropout"](), random_input()
+    check(model, calls, value=UNREAD_OUTPUT)
+    assert run(model, x, fused=True, value=UNREAD_OUTPUT)[0].isnan().all()
     some = run(model, x, fused=True, value=slice(2, None, 5))[0]
     full_output = run(model, x, fused=True)[0]
     assert some.isfinite().any(-1).sum() == 2 * len(range(2, TOKENS, 5))
@@ -181,33 +181,36 @@ def test_an_output_that_nobody_reads(calls):
 
 def test_random_numbers_are_drawn_for_an_output_that_nobody_reads():
     """What comes after it in a layer draws what it drew."""
-    model = SERVED["two with dropout"]()
+    model = SUPPORTED_ADAPTERS["two with dropout"]()
     states = []
-    for value in (None, UNREAD):
-        with torch.no_grad(), adapters.adapted(readings(model)):
+    for value in (None, UNREAD_OUTPUT):
+        with torch.no_grad(), adapters.fuse_adapters(lora_modules_of(model)):
             seed_torch(2)
-            vars(model.base_model.model.proj)[ADAPTED].product(random_input(), value)
+            vars(model.base_model.model.proj)[ADAPTATION_ATTRIBUTE].product(random_input(), value)
             states.append(torch.get_rng_state())
     assert torch.equal(*states)
 
 
-@pytest.mark.parametrize("autocast", [None, HALF], ids=["no autocast", "autocast"])
+@pytest.mark.parametrize("autocast", [None, HALF_DTYPE], ids=["no autocast", "autocast"])
 @pytest.mark.parametrize("adapters_in", ["float32", "bfloat16"])
 def test_dropout_has_the_mask_of_peft(adapters_in, autocast):
     """With A of ones and B of ones, y shows how many features dropout has left of each token."""
     model = around(
-        Holder(bias=False), HALF, lora_dropout=0.4, autocast_adapter_dtype=adapters_in == "float32"
+        Holder(bias=False),
+        HALF_DTYPE,
+        lora_dropout=0.4,
+        autocast_adapter_dtype=adapters_in == "float32",
     )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.fill_(1.0 if "lora" in name else 0.0)
-    x = torch.ones(2, TOKENS, IN, dtype=HALF)
+    x = torch.ones(2, TOKENS, IN, dtype=HALF_DTYPE)
     y, output = (run(model, x, fused=fused, autocast=autocast)[0] for fused in (False, True))
     assert y.unique().numel() > 4
     assert torch.allclose(output, y, rtol=0.02, atol=0)
 
 
-FALLS_BACK = {
+FALLBACK_ADAPTERS = {
     "DoRA": (lambda: around(Holder(), use_dora=True), "Dora"),
     "hooks inside": (lambda: with_changes(around(Holder()), hooked), "hooks"),
     "a forward inside": (lambda: with_changes(around(Holder()), forwarded), "forward"),
@@ -263,14 +266,14 @@ def assert_same_bits(model, x, calls, **settings):
     assert all(torch.equal(gradients[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize("name", FALLS_BACK)
+@pytest.mark.parametrize("name", FALLBACK_ADAPTERS)
 def test_what_falls_back_is_peft_to_the_bit(name, calls):
     seed_torch(1)
-    make, why = FALLS_BACK[name]
+    make, why = FALLBACK_ADAPTERS[name]
     model = make()
     x = random_input(torch.float16 if name == "float16" else torch.float64)
     assert_same_bits(model, x, calls)
-    (reading,) = readings(model).values()
+    (reading,) = lora_modules_of(model).values()
     assert why in reading.why
 
 
@@ -285,7 +288,7 @@ def test_what_has_no_adapter_at_work_is_no_matter_of_ours(case, calls):
         model.merge_adapter()
     if case == "no active adapter":
         layer._active_adapter = ["another"]
-    assert readings(model) == {}
+    assert lora_modules_of(model) == {}
     assert_same_bits(model, random_input(), calls)
 
 
@@ -296,22 +299,22 @@ def test_calls_with_more_arguments_are_for_peft(calls):
     model.eval()
     names = ["default", "adapter 1"]
     expected = layer(x, adapter_names=names)
-    with adapters.adapted(readings(model)):
+    with adapters.fuse_adapters(lora_modules_of(model)):
         assert torch.equal(layer(x, adapter_names=names), expected)
     assert not calls
 
 
-NARROW = {
+NARROW_CASES = {
     "a narrower adapter": (torch.float32, torch.bfloat16, None),
     "a wider adapter": (torch.float32, torch.float64, None),
     "autocast to float16": (torch.float32, torch.float32, torch.float16),
 }
 
 
-@pytest.mark.parametrize("name", NARROW)
+@pytest.mark.parametrize("name", NARROW_CASES)
 def test_dtypes_in_which_peft_computes_with_other_numbers(name, calls):
     seed_torch(1)
-    dtype, adapter_dtype, autocast = NARROW[name]
+    dtype, adapter_dtype, autocast = NARROW_CASES[name]
     model = around(Holder(), dtype)
     for path, parameter in model.named_parameters():
         if "lora" in path:
@@ -321,12 +324,12 @@ def test_dtypes_in_which_peft_computes_with_other_numbers(name, calls):
 
 def test_casts_that_are_switched_off(calls):
     seed_torch(1)
-    model = around(Holder(), HALF)
+    model = around(Holder(), HALF_DTYPE)
     with helpers.disable_input_dtype_casting(model):
         with pytest.raises(RuntimeError, match="dtype"):
-            run(model, random_input(HALF), fused=True)
+            run(model, random_input(HALF_DTYPE), fused=True)
         assert not calls
-        run(model, random_input(HALF), fused=True, autocast=HALF)
+        run(model, random_input(HALF_DTYPE), fused=True, autocast=HALF_DTYPE)
         assert calls
 
 
@@ -345,23 +348,25 @@ def errors(model, x, true, **settings):
 def in_half(seed, std=0.2, autocast=None, bias=True, wide=True):
     """Our error and peft's, of all gradients of one Linear in bfloat16, against float64."""
     seed_torch(seed)
-    model = around(Holder(bias, (128, 96)), HALF, std, autocast_adapter_dtype=wide)
-    x = random_input(HALF, features=128)
+    model = around(Holder(bias, (128, 96)), HALF_DTYPE, std, autocast_adapter_dtype=wide)
+    x = random_input(HALF_DTYPE, features=128)
     true = run(copy.deepcopy(model).double(), x.double())[1]
     return errors(model, x, {name: g.double() for name, g in true.items()}, autocast=autocast)
 
 
-@pytest.mark.parametrize("autocast", [None, HALF], ids=["no autocast", "autocast"])
+@pytest.mark.parametrize("autocast", [None, HALF_DTYPE], ids=["no autocast", "autocast"])
 @pytest.mark.parametrize("wide", [True, False], ids=["float32", "bfloat16"])
 def test_bfloat16_is_as_precise_as_peft(wide, autocast):
     pairs = [in_half(seed, 0.2, autocast, wide=wide) for seed in range(16)]
     ours, stock = (sum(column) for column in zip(*pairs, strict=True))
     print(f"{ours / stock:.3f} of peft's own error over {len(pairs)} Linears")
-    assert ours <= BAR * stock
+    assert ours <= MAX_ERROR_RATIO * stock
 
 
 def of_two_parts():
-    assert all(ours <= BAR * stock for ours, stock in (in_half(seed, 2.0) for seed in range(4)))
+    assert all(
+        ours <= MAX_ERROR_RATIO * stock for ours, stock in (in_half(seed, 2.0) for seed in range(4))
+    )
 
 
 def test_grown_adapters():
@@ -389,12 +394,12 @@ class Kernels(TorchDispatchMode):
 
 def kernels_of_a_forward(fused):
     """Of a chunk after the first one of a pass, which makes the factors."""
-    model = around(Holder(False, (128, 96)), HALF)
-    x = random_input(HALF, features=128)
-    with torch.no_grad(), adapters.adapted(readings(model) if fused else {}):
+    model = around(Holder(False, (128, 96)), HALF_DTYPE)
+    x = random_input(HALF_DTYPE, features=128)
+    with torch.no_grad(), adapters.fuse_adapters(lora_modules_of(model) if fused else {}):
         model(x)
         # On meta, where no sum of products widens its factors, as on a GPU.
-        adaptation = vars(model.base_model.model.proj).get(ADAPTED)
+        adaptation = vars(model.base_model.model.proj).get(ADAPTATION_ATTRIBUTE)
         model.to("meta")
         if adaptation is not None:
             adaptation.factors.clear()
@@ -411,27 +416,29 @@ def test_kernels_of_a_forward():
 
 
 def factors_for_each_call(monkeypatch):
-    real = Adaptation._made
+    real = Adaptation._cached_factor
     monkeypatch.setattr(
-        Adaptation, "_made", lambda self, *args: (self.factors.clear(), real(self, *args))[1]
+        Adaptation,
+        "_cached_factor",
+        lambda self, *args: (self.factors.clear(), real(self, *args))[1],
     )
 
 
 def one_part(monkeypatch):
     monkeypatch.setattr(
-        operation, "_parts", lambda factor_dtype, dtype: 2 if dtype in operation.HALF else 1
+        operation, "_parts", lambda factor_dtype, dtype: 2 if dtype in operation.HALF_DTYPES else 1
     )
 
 
 def no_low_part_of_u(monkeypatch):
-    real = operation.spread
+    real = operation.left_operand
 
     def spread(gradient, factor):
         return real(
             gradient.bfloat16().float() if gradient.dtype == torch.float32 else gradient, factor
         )
 
-    monkeypatch.setattr(operation, "spread", spread)
+    monkeypatch.setattr(operation, "left_operand", spread)
 
 
 def without_masks(monkeypatch):
@@ -446,13 +453,13 @@ def a_mask_of_its_own(monkeypatch):
 
 
 def unmasked_dx(monkeypatch):
-    real = operation._of_input
+    real = operation._input_gradient
 
     def of_input(work, *args):
         groups = [group._replace(mask=None) for group in work.groups]
         return real(dataclasses.replace(work, groups=groups), *args)
 
-    monkeypatch.setattr(operation, "_of_input", of_input)
+    monkeypatch.setattr(operation, "_input_gradient", of_input)
 
 
 def biases_left_out(monkeypatch):
@@ -461,17 +468,17 @@ def biases_left_out(monkeypatch):
 
 
 def unscaled(monkeypatch):
-    monkeypatch.setattr(operation.Scale, "b", 1.0)
+    monkeypatch.setattr(operation.AdapterScale, "b", 1.0)
 
 
 def factors_of_the_last_pass(monkeypatch):
     cache = {}
-    real = Adaptation._made
+    real = Adaptation._cached_factor
 
     def keep_factor(self, key, tensors, make):
         return cache.setdefault(str(key), real(self, key, tensors, make))
 
-    monkeypatch.setattr(Adaptation, "_made", keep_factor)
+    monkeypatch.setattr(Adaptation, "_cached_factor", keep_factor)
 
 
 def base_alone(monkeypatch):
@@ -480,7 +487,9 @@ def base_alone(monkeypatch):
 
 
 def dx_of_the_base_alone(monkeypatch):
-    monkeypatch.setattr(operation, "_of_input", lambda work, lefts, flat, weight: flat @ weight)
+    monkeypatch.setattr(
+        operation, "_input_gradient", lambda work, lefts, flat, weight: flat @ weight
+    )
 
 
 class Three(nn.Module):
@@ -523,8 +532,8 @@ def both_of_three(model, x, autocast=None, parts=False):
         leaf = x.detach().requires_grad_(x.requires_grad)
         seed_torch(5)
         with (
-            torch.autocast("cpu", HALF, enabled=autocast is not None),
-            adapters.adapted(readings(model) if fused else {}),
+            torch.autocast("cpu", HALF_DTYPE, enabled=autocast is not None),
+            adapters.fuse_adapters(lora_modules_of(model) if fused else {}),
         ):
             y = model(leaf * 1.0)
         upstream = torch.randn(y.shape, generator=seeded(7), dtype=torch.float64).to(y.dtype)
@@ -541,16 +550,16 @@ def both_of_three(model, x, autocast=None, parts=False):
 @pytest.fixture
 def shared(monkeypatch):
     """How many Linears each product of an x with their A was for."""
-    counts, real = [], operation.Shared.read
+    counts, real = [], operation.SharedInputState.read
     monkeypatch.setattr(
-        operation.Shared,
+        operation.SharedInputState,
         "read",
         lambda self, rows: (counts.append(len(self.factors)), real(self, rows))[1],
     )
     return counts
 
 
-OF_ONE_INPUT = {
+SHARED_INPUT_CASES = {
     "all of one": ({"reads": "xxx"}, [3]),
     "one of another": ({"reads": "xyx"}, [3, 3, 3]),
     "one is not called": ({"reads": "xx-"}, [3]),
@@ -565,7 +574,7 @@ OF_ONE_INPUT = {
 
 
 def check_three(name, shared, wants_x=True, parts=False):
-    settings, counts = OF_ONE_INPUT[name]
+    settings, counts = SHARED_INPUT_CASES[name]
     seed_torch(1)
     model = of_three(**settings)
     (y, expected), (output, gradients) = both_of_three(
@@ -576,7 +585,7 @@ def check_three(name, shared, wants_x=True, parts=False):
     assert shared == counts
 
 
-@pytest.mark.parametrize("name", OF_ONE_INPUT)
+@pytest.mark.parametrize("name", SHARED_INPUT_CASES)
 def test_linears_of_one_input(name, shared):
     check_three(name, shared)
 
@@ -591,13 +600,13 @@ def test_an_output_without_a_gradient(shared):
     check_three("all of one", shared, parts=True)
 
 
-@pytest.mark.parametrize("autocast", [None, HALF], ids=["no autocast", "autocast"])
+@pytest.mark.parametrize("autocast", [None, HALF_DTYPE], ids=["no autocast", "autocast"])
 @pytest.mark.parametrize("wide", [True, False], ids=["float32", "bfloat16"])
 def test_linears_of_one_input_are_as_precise_as_peft(wide, autocast, shared):
     ours, pefts = 0.0, 0.0
     for seed in range(16):
         seed_torch(seed)
-        model, x = of_three("xxx", HALF, wide=wide), random_input(HALF).requires_grad_()
+        model, x = of_three("xxx", HALF_DTYPE, wide=wide), random_input(HALF_DTYPE).requires_grad_()
         true = both_of_three(copy.deepcopy(model).double(), x.detach().double().requires_grad_())[
             0
         ][1]
@@ -613,31 +622,35 @@ def test_linears_of_one_input_are_as_precise_as_peft(wide, autocast, shared):
         ours, pefts = ours + off[0], pefts + off[1]
     print(f"{ours / pefts:.3f} of peft's own error")
     assert shared
-    assert ours <= BAR * pefts
+    assert ours <= MAX_ERROR_RATIO * pefts
 
 
 def test_the_product_of_one_input_is_freed_when_all_have_read_it(monkeypatch):
     """A kept graph held 640 bytes of it a token, of the 14,000 of a layer of 256 features."""
-    products, real = [], operation.Shared.read
+    products, real = [], operation.SharedInputState.read
     monkeypatch.setattr(
-        operation.Shared, "read", lambda self, rows: (products.append(self), real(self, rows))[1]
+        operation.SharedInputState,
+        "read",
+        lambda self, rows: (products.append(self), real(self, rows))[1],
     )
     seed_torch(1)
-    model = of_three("xxx", HALF)
-    with adapters.adapted(readings(model)):
-        y = model(random_input(HALF).requires_grad_() * 1.0)
+    model = of_three("xxx", HALF_DTYPE)
+    with adapters.fuse_adapters(lora_modules_of(model)):
+        y = model(random_input(HALF_DTYPE).requires_grad_() * 1.0)
     (product,) = products
     assert product.products is None
     y.sum().backward()
 
 
 def check_looks(monkeypatch):
-    adaptations, real = [], Adaptation._made
+    adaptations, real = [], Adaptation._cached_factor
     monkeypatch.setattr(
-        Adaptation, "_made", lambda self, *args: (adaptations.append(args[0]), real(self, *args))[1]
+        Adaptation,
+        "_cached_factor",
+        lambda self, *args: (adaptations.append(args[0]), real(self, *args))[1],
     )
     model = of_three("xxx")
-    with adapters.adapted(readings(model)):
+    with adapters.fuse_adapters(lora_modules_of(model)):
         model(random_input().requires_grad_() * 1.0)
     assert len(adaptations) == 2 * 3
 
@@ -658,13 +671,13 @@ def looks_at_a():
 
 
 def products_that_stay(monkeypatch):
-    real = operation.Shared.of
+    real = operation.SharedInputState.take_product
 
     def of(self, index):
         self.readers += 1
         return real(self, index)
 
-    monkeypatch.setattr(operation.Shared, "of", of)
+    monkeypatch.setattr(operation.SharedInputState, "take_product", of)
 
 
 def no_skinny_dx(monkeypatch):
@@ -680,16 +693,16 @@ def no_skinny_dx(monkeypatch):
 
 
 def one_large_product_is_lost(monkeypatch):
-    real = operation.Shared.collect
+    real = operation.SharedInputState.collect
 
     def collect(self, index, product_gradient, flat, weight):
         real(self, index, product_gradient, flat, weight if index else None)
 
-    monkeypatch.setattr(operation.Shared, "collect", collect)
+    monkeypatch.setattr(operation.SharedInputState, "collect", collect)
 
 
 def any_x_is_that_of_the_first(monkeypatch):
-    real = adapters.Siblings.shared
+    real = adapters.Siblings.share_input
 
     def shared(self, tensor, x, member):
         if self.record is not None:
@@ -701,7 +714,7 @@ def any_x_is_that_of_the_first(monkeypatch):
             )
         return real(self, tensor, x, member)
 
-    monkeypatch.setattr(adapters.Siblings, "shared", shared)
+    monkeypatch.setattr(adapters.Siblings, "share_input", shared)
 
 
 def in_the_slot(weight):
@@ -718,7 +731,7 @@ def added_to(linear):
 
 
 # What happens to B between two passes that share a cache, and how many factors the second makes.
-BETWEEN = {
+CHANGES_BETWEEN_STEPS = {
     "nothing": (lambda linear: None, 0),
     "a shadow": (in_the_slot(lambda weight: weight.detach().requires_grad_()), 0),
     "another tensor": (in_the_slot(lambda weight: nn.Parameter(weight.detach().clone())), 1),
@@ -732,23 +745,23 @@ BETWEEN = {
 
 
 def check_between(name, monkeypatch):
-    change, count = BETWEEN[name]
+    change, count = CHANGES_BETWEEN_STEPS[name]
     seed_torch(1)
     model, x, cache, created = around(Holder()), random_input(), {}, []
     real = adapters.factor_of
     monkeypatch.setattr(adapters, "factor_of", lambda *args: (created.append(1), real(*args))[1])
     with torch.no_grad():
-        with adapters.adapted(readings(model), cache):
+        with adapters.fuse_adapters(lora_modules_of(model), cache):
             model(x)
         assert len(created) == 2
         change(model.base_model.model.proj.lora_B["default"])
-        with adapters.adapted(readings(model), cache):
+        with adapters.fuse_adapters(lora_modules_of(model), cache):
             output = model(x)
         assert torch.allclose(output, model(x), rtol=1e-12, atol=1e-12)
     assert len(created) == 2 + count
 
 
-@pytest.mark.parametrize("name", BETWEEN)
+@pytest.mark.parametrize("name", CHANGES_BETWEEN_STEPS)
 def test_factors_of_another_pass(name, monkeypatch):
     check_between(name, monkeypatch)
 
@@ -799,7 +812,7 @@ def test_factors_are_those_of_the_pass(calls):
 def test_factors_follow_a_change_within_a_pass(calls):
     seed_torch(1)
     model, x = around(Holder()), random_input()
-    with adapters.adapted(readings(model)), torch.no_grad():
+    with adapters.fuse_adapters(lora_modules_of(model)), torch.no_grad():
         model(x)
         model.base_model.model.proj.lora_B["default"].weight.mul_(3.0)
         output = model(x)

@@ -1,7 +1,8 @@
 """Streamed layers whose Linears have LoRA adapters: gradients are those of the unpatched model,
 whatever is saved, and the adapters cost nothing of the size of what the Linears read and write.
 
-covers: layer/adapters.py, layer/adapted.py, layer/products.py, layer/layer_state.py, model/adapters.py
+covers: layer/adapters.py, layer/adapted_linear.py, layer/products.py, layer/layer_state.py,
+    model/adapters.py
 """
 
 from __future__ import annotations
@@ -20,20 +21,20 @@ import streambp
 from scripts import lora_precision
 from streambp.admission import trials
 from streambp.distributed.engines import EngineOwnership
-from streambp.layer import adapted as operation
-from streambp.layer import adapters, call, saved
+from streambp.layer import adapted_linear as operation
+from streambp.layer import adapters, call, saved_tensors
 from streambp.layer import layer_state as site_module
 from streambp.layer.adapters import Adaptation
 from tests.families import build, make_batch
-from tests.oracle import BAR as PRECISE
+from tests.oracle import MAX_ERROR_RATIO as PRECISE
 from tests.oracle import assert_as_precise, gradients, relative_l2, worst_error
 from tests.seeds import seed_torch
 from tests.tiers import thinned
 
 peft = pytest.importorskip("peft", reason="adapters need peft")
 
-BAR = 1e-12
-HALF = torch.bfloat16
+MAX_RELATIVE_ERROR = 1e-12
+HALF_DTYPE = torch.bfloat16
 SAVES = ((), ("attn_out",), ("attn_out", "kv", "*"), ("mlp.gate_proj", "self_attn.q_proj"), "auto")
 CHUNKS = (5, 8, 64)
 MODES = ("left-padded", "packed")
@@ -65,8 +66,8 @@ def check(stock, calls, mode="left-padded", ours=None, **settings):
     (loss, our_gradients), served = gradients(ours, **batch), len(calls)
     seed_torch(3)
     expected_loss, expected = gradients(stock, **batch)
-    assert abs(loss - expected_loss) <= BAR * abs(expected_loss)
-    assert worst_error(our_gradients, expected) <= BAR
+    assert abs(loss - expected_loss) <= MAX_RELATIVE_ERROR * abs(expected_loss)
+    assert worst_error(our_gradients, expected) <= MAX_RELATIVE_ERROR
     return served
 
 
@@ -111,7 +112,7 @@ def two_active(model):
 
 
 # Settings of the adapters, and what is done to the model: all in one operation.
-COVERED = {
+COVERED_ADAPTERS = {
     "dropout": ({"lora_dropout": 0.3}, None),
     "two active": ({}, two_active),
     "patterns, rslora": (
@@ -128,10 +129,10 @@ COVERED = {
 
 
 @pytest.mark.parametrize(
-    "name", thinned(COVERED, lambda name: name in ("two active", "base weights trained"))
+    "name", thinned(COVERED_ADAPTERS, lambda name: name in ("two active", "base weights trained"))
 )
 def test_the_served_list(name, calls, float64_oracle):
-    settings, change = COVERED[name]
+    settings, change = COVERED_ADAPTERS[name]
     stock = with_adapters(build("qwen2", torch.float64, tie_word_embeddings=False), **settings)
     if change is not None:
         change(stock)
@@ -149,7 +150,7 @@ def test_the_served_list(name, calls, float64_oracle):
         ours = streamed(stock, kernels=kernels)
         seed_torch(3)
         both_gradients.append(gradients(ours, **make_batch("left-padded"))[1])
-    assert worst_error(*both_gradients) <= BAR
+    assert worst_error(*both_gradients) <= MAX_RELATIVE_ERROR
 
 
 def of_kernels(stock, mode="left-padded", steps=2, autocast=None, **settings):
@@ -159,7 +160,7 @@ def of_kernels(stock, mode="left-padded", steps=2, autocast=None, **settings):
         ours = streamed(stock, kernels=kernels, **settings)
         for number in range(steps):
             seed_torch(number)
-            with torch.autocast("cpu", autocast or HALF, enabled=autocast is not None):
+            with torch.autocast("cpu", autocast or HALF_DTYPE, enabled=autocast is not None):
                 result = gradients(ours, **make_batch(mode))
         results.append((ours, *result))
     return results
@@ -174,16 +175,16 @@ def assert_same_bits(stock, calls, **settings):
     return str(streambp.describe(ours))
 
 
-FALLS_BACK = {
+FALLBACK_ADAPTERS = {
     "DoRA": ({"use_dora": True}, None, torch.float32, "DoraLinearVariant"),
     "float16": ({}, None, torch.float16, "float16"),
     "hooks inside": ({}, "hooks", torch.float32, "hooks"),
 }
 
 
-@pytest.mark.parametrize("name", thinned(FALLS_BACK, lambda name: name == "DoRA"))
+@pytest.mark.parametrize("name", thinned(FALLBACK_ADAPTERS, lambda name: name == "DoRA"))
 def test_what_falls_back_is_peft_to_the_bit(name, calls):
-    settings, change, dtype, why = FALLS_BACK[name]
+    settings, change, dtype, why = FALLBACK_ADAPTERS[name]
     stock = with_adapters(build("qwen3", dtype), dtype, **settings)
     if change == "hooks":
         for module in adapters_of(stock):
@@ -238,7 +239,7 @@ def errors_of_a_call(name, calls):
         true = gradients(copy.deepcopy(stock).float(), **batch)[1]
         pair = []
         for model in (streamed(stock, chunk_size=11), stock):
-            with torch.autocast("cpu", autocast or HALF, enabled=autocast is not None):
+            with torch.autocast("cpu", autocast or HALF_DTYPE, enabled=autocast is not None):
                 scaled = gradients(model, SCALE, **batch)[1]
             pair.append({path: gradient.double() / SCALE for path, gradient in scaled.items()})
         assert not calls
@@ -259,7 +260,7 @@ def check_first_step(name, calls, saves=("attn_out", "kv", "*")):
     ours = streamed(with_adapters_in(dtype), saves=saves, chunk_size=11)
     steps = []
     for _ in range(2):
-        with torch.autocast("cpu", autocast or HALF, enabled=autocast is not None):
+        with torch.autocast("cpu", autocast or HALF_DTYPE, enabled=autocast is not None):
             steps.append(gradients(ours, SCALE, **make_batch("plain", length=34))[1])
     assert not calls
     first, later = steps
@@ -304,7 +305,7 @@ def test_a_step_after_one_that_fell_back_is_as_ever(saves, calls):
 def test_describe_speaks_of_the_last_call():
     ours = streamed(with_adapters(build("qwen3"), torch.float32), saves=())
     for autocast, expected in ((torch.float16, "by peft's code"), (None, "as one operation")):
-        with torch.autocast("cpu", autocast or HALF, enabled=autocast is not None):
+        with torch.autocast("cpu", autocast or HALF_DTYPE, enabled=autocast is not None):
             gradients(ours, **make_batch("plain"))
         assert f"14 Linears with adapters are computed {expected}" in str(streambp.describe(ours))
 
@@ -355,8 +356,8 @@ def test_adapters_that_change_between_steps(calls, float64_oracle):
             gradients(ours, **batch),
             gradients(stock, **batch),
         )
-        assert abs(loss - expected_loss) <= BAR * abs(expected_loss), name
-        assert worst_error(our_gradients, expected) <= BAR, name
+        assert abs(loss - expected_loss) <= MAX_RELATIVE_ERROR * abs(expected_loss), name
+        assert worst_error(our_gradients, expected) <= MAX_RELATIVE_ERROR, name
         assert bool(calls) == (name not in ("switched off", "merged")), name
     streambp.unpatch(ours)
     assert not any("forward" in vars(module) for module in adapters_of(ours))
@@ -428,7 +429,7 @@ def stacks_of_a_step(monkeypatch, engine_ownership=False, share=1e-9, ends=None,
     gradients(ours, **make_batch("left-padded"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(adapters, "factor_of", factor_of)
-        patch.setattr(call, "MIN_INPUT_TO_FACTORS", share)
+        patch.setattr(call, "MIN_INPUT_FACTOR_RATIO", share)
         if engine_ownership:
             patch.setattr(call, "engine_ownership", lambda layer: EngineOwnership(True, True))
         if ends == "no backward":
@@ -492,18 +493,20 @@ def test_no_factor_of_a_kept_graph_stays_alive(monkeypatch):
 
 
 def factors_that_stay(monkeypatch):
-    factors, real = [], Adaptation._made
+    factors, real = [], Adaptation._cached_factor
 
     def keep_factor(self, *args):
         factors.append(real(self, *args))
         return factors[-1]
 
-    monkeypatch.setattr(Adaptation, "_made", keep_factor)
+    monkeypatch.setattr(Adaptation, "_cached_factor", keep_factor)
 
 
 def factors_of_each_pass(monkeypatch):
-    real = call.LayerCall.streaming
-    monkeypatch.setattr(call.LayerCall, "streaming", lambda self, keeps_factors=False: real(self))
+    real = call.LayerCall.prepare_layer
+    monkeypatch.setattr(
+        call.LayerCall, "prepare_layer", lambda self, keeps_factors=False: real(self)
+    )
 
 
 def engines_are_overlooked(monkeypatch):
@@ -540,7 +543,7 @@ def nothing_is_put_back(monkeypatch):
 
     class Stays:
         def __init__(self, *args):
-            self.context = adapters.adapted(*args)
+            self.context = adapters.fuse_adapters(*args)
             contexts.append(self.context)
 
         def __enter__(self):
@@ -549,7 +552,7 @@ def nothing_is_put_back(monkeypatch):
         def __exit__(self, *error):
             pass
 
-    monkeypatch.setattr(call, "adapted", Stays)
+    monkeypatch.setattr(call, "fuse_adapters", Stays)
 
 
 @pytest.mark.full
@@ -630,7 +633,7 @@ def check_truth(monkeypatch):
 
     monkeypatch.setattr(lora_precision, "gradients", of)
     lora_precision.measured(lora_precision.SetUp("qwen2", False, True, 0.02), 2, False)
-    assert sorted(settings, key=str) == [(HALF, True)] * 4 + [(torch.float32, False)] * 2
+    assert sorted(settings, key=str) == [(HALF_DTYPE, True)] * 4 + [(torch.float32, False)] * 2
 
 
 def test_the_table_of_precision_compares_with_float32_outside_autocast(monkeypatch):
@@ -649,7 +652,7 @@ def errors_one_by_one(monkeypatch):
     def errors_of_model(set_up, seed, why):
         stock = lora_precision.model_of(set_up, seed)
         true = lora_precision.gradients(copy.deepcopy(stock).float())[1]
-        with torch.autocast("cpu", HALF, enabled=set_up.autocast):
+        with torch.autocast("cpu", HALF_DTYPE, enabled=set_up.autocast):
             for _ in range(2):
                 yield lora_precision.error(lora_precision.gradients(stock)[1], true)
 
@@ -670,9 +673,11 @@ def test_mutant_of_the_table(monkeypatch):
 @pytest.mark.parametrize("kernels", ["own", "auto"])
 def test_no_memory_is_spent_on_the_products_of_adapters(kernels, monkeypatch):
     """They take as long to read as to compute again."""
-    recorded, real = [], saved.Cost
+    recorded, real = [], saved_tensors.Cost
     monkeypatch.setattr(
-        saved, "Cost", lambda **costs: (recorded.append(costs["products"]), real(**costs))[1]
+        saved_tensors,
+        "Cost",
+        lambda **costs: (recorded.append(costs["products"]), real(**costs))[1],
     )
     ours = streamed(with_adapters(build("qwen3"), torch.float32), saves="auto", kernels=kernels)
     gradients(ours, **make_batch("plain"))

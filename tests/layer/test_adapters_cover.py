@@ -4,7 +4,7 @@ settings stand in some row.
 In float64 gradients are at most 1e-12 from the unpatched model's; what falls back is peft's code to
 the bit.
 
-covers: layer/adapters.py, layer/adapted.py
+covers: layer/adapters.py, layer/adapted_linear.py
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from streambp.layer import adapters
 from streambp.layer.adapters import Adaptation
 from tests.families import build, make_batch
 from tests.layer.test_adapters import (
-    BAR,
+    MAX_RELATIVE_ERROR,
     adapters_of,
     everything_trained,
     two_active,
@@ -36,8 +36,8 @@ peft = pytest.importorskip("peft", reason="adapters need peft")
 
 pytestmark = pytest.mark.filterwarnings("ignore:Move the model to an accelerator")
 LENGTH = 17  # two chunks and a token
-WHOLE = 64
-BESIDE = {
+UNCHUNKED_SIZE = 64
+EXTRA_SETTINGS = {
     "target_modules": ["q_proj", "embed_tokens", "gate_proj"],
     "modules_to_save": ["lm_head"],
 }
@@ -57,19 +57,19 @@ KINDS = {
     "two active": ({}, two_active, {}),
     "switched and merged": ({}, None, {}),
     "DoRA": ({"use_dora": True}, None, {}),
-    "other modules beside": (BESIDE, None, {}),
+    "other modules beside": (EXTRA_SETTINGS, None, {}),
     "base weights trained": ({}, everything_trained, {}),
     "weights on the host": ({"lora_bias": True}, None, {"weights": "cpu"}),
     "a compiled MLP": ({}, compiled, {}),
     "autocast": ({}, None, {}),
     "float16": ({}, None, {}),
 }
-LEFT_TO_PEFT = ("DoRA", "float16")
+PEFT_ONLY_ADAPTERS = ("DoRA", "float16")
 INPUTS = {32, 40}  # of down_proj, and of the other Linears
 SAVES = ((), ("attn_out",), "auto")
-FACTORS = (tuple(KINDS), SAVES, ("none", "cpu"), (8, WHOLE), (1, 2))
+FACTORS = (tuple(KINDS), SAVES, ("none", "cpu"), (8, UNCHUNKED_SIZE), (1, 2))
 ROWS = covering(FACTORS)
-FAST = next(row for row in ROWS if row[0] == "weights on the host" and row[3] == 8)
+FAST_CASE = next(row for row in ROWS if row[0] == "weights on the host" and row[3] == 8)
 
 
 def test_the_design_covers():
@@ -103,8 +103,8 @@ def step(model, batch, autocast=False):
 
 
 def assert_near(computed, expected):
-    assert abs(computed[0] - expected[0]) <= BAR * abs(expected[0])
-    assert worst_error(computed[1], expected[1]) <= BAR
+    assert abs(computed[0] - expected[0]) <= MAX_RELATIVE_ERROR * abs(expected[0])
+    assert worst_error(computed[1], expected[1]) <= MAX_RELATIVE_ERROR
 
 
 def check_bits(kind, batch, calls, **settings):
@@ -146,13 +146,13 @@ def check_switched(batch, calls, **settings):
 def check(kind, saves, offload, chunk, rows, calls):
     batch = make_batch("plain" if rows == 1 else "left-padded", length=LENGTH, rows=rows)
     settings = {"saves": saves, "offload": offload, "chunk_size": chunk, "rows": "as_given"}
-    if kind in LEFT_TO_PEFT:
+    if kind in PEFT_ONLY_ADAPTERS:
         check_bits(kind, batch, calls, **settings)
         return
     if kind == "switched and merged":
         check_switched(batch, calls, **settings)
         return
-    masks_of_chunks = kind == "dropout" and chunk != WHOLE  # unpatched there are others
+    masks_of_chunks = kind == "dropout" and chunk != UNCHUNKED_SIZE  # unpatched there are others
     stock, ours, *own_models = models_of(
         kind, ("auto", "own") if masks_of_chunks else ("auto",), **settings
     )
@@ -171,7 +171,7 @@ def check(kind, saves, offload, chunk, rows, calls):
 
 
 @pytest.mark.parametrize(
-    ("kind", "saves", "offload", "chunk", "rows"), thinned(ROWS, lambda *row: row == FAST)
+    ("kind", "saves", "offload", "chunk", "rows"), thinned(ROWS, lambda *row: row == FAST_CASE)
 )
 def test_covering_design(kind, saves, offload, chunk, rows, calls, float64_oracle):
     check(kind, saves, offload, chunk, rows, calls)
@@ -189,7 +189,7 @@ def weights_of_another_layer(monkeypatch):
 
 
 def compiled_parts_are_overlooked(monkeypatch):
-    monkeypatch.setattr(adapters, "compiled_inside", lambda layer: [])
+    monkeypatch.setattr(adapters, "compiled_submodules", lambda layer: [])
 
 
 def unmasked(monkeypatch):

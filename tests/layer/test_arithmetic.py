@@ -2,7 +2,7 @@
 spans.
 
 covers: attention/kernels.py, attention/spans.py, head/one_pass.py, head/recipe.py, layer/layer_state.py,
-lazy/deferred.py
+lazy/lazy_hidden.py
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ import streambp
 from streambp.admission.entry import stream_layer
 from streambp.admission.probe import Verdict
 from streambp.attention import kernels
-from streambp.attention.spans import Kind
+from streambp.attention.spans import BlockKind
 from streambp.config import StreamConfig
-from streambp.head.one_pass import Pending
+from streambp.head.one_pass import PendingGradients
 from streambp.head.recipe import HeadRequest, LogitsExpression
 from streambp.layer.layer_state import LayerState
-from streambp.lazy.deferred import LazyHidden
+from streambp.lazy.lazy_hidden import LazyHidden
 from tests.counting import LinearFlops
 from tests.families import build, make_batch
 from tests.oracle import gradients
@@ -141,7 +141,10 @@ def test_linear_flops_of_a_qwen3_8b_step():
         F.cross_entropy(head(hidden).float(), labels).backward()
     with LinearFlops() as our_head:
         F.cross_entropy(
-            head(LazyHidden.make(hidden, LogitsExpression(HeadRequest(Pending())))).float(), labels
+            head(
+                LazyHidden.make(hidden, LogitsExpression(HeadRequest(PendingGradients())))
+            ).float(),
+            labels,
         ).backward()
     ours = 36 * layer_flops(layer, sizes, 512) + our_head.total
     stock = 36 * layer_flops(layer, sizes) + stock_head.total
@@ -181,7 +184,7 @@ def test_attention_computes_each_pair_once_a_pass(family, mode, saves, monkeypat
     for key, times in (("forward", forwards), ("backward", 1)):
         computed = {kind: count for (run, kind), count in pairs.items() if run == key}
         assert sum(computed.values()) == times * (inside + masked)
-        assert set(computed) <= {Kind.FULL, Kind.CAUSAL, Kind.BAND}
+        assert set(computed) <= {BlockKind.FULL, BlockKind.CAUSAL, BlockKind.BAND}
 
 
 def expected_pairs(model, mode):

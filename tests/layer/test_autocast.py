@@ -19,7 +19,7 @@ from streambp.attention import attend, interface, kernels
 from streambp.config import StreamConfig
 from streambp.head import blocks
 from streambp.head.log_probs import BlockwiseLogProbs, make_inputs
-from streambp.head.one_pass import OnePassNLL, Pending
+from streambp.head.one_pass import OnePassNLL, PendingGradients
 from streambp.layer import recompute
 from tests import zoo
 from tests.distributed.one_rank import split_over_one_rank, with_shifted_labels
@@ -111,7 +111,7 @@ def test_a_float32_region_is_differentiated_in_float32(split, saves):
 @pytest.mark.parametrize("split", [False, True])
 def test_without_autocast_off_it_is_not(split, monkeypatch):
     """The mutant: the recomputation's autocast is around the whole backward pass."""
-    monkeypatch.setattr(recompute.Autocast, "off", recompute.Autocast.restored)
+    monkeypatch.setattr(recompute.Autocast, "disable", recompute.Autocast.restore)
     assert error_of_a_float32_layer(split) > 1e-4
 
 
@@ -119,7 +119,7 @@ def test_without_autocast_off_it_is_not(split, monkeypatch):
 def test_without_a_context_around_the_pass_the_program_decides(split, monkeypatch):
     """The mutant: autocast is off in backward only where the program calls backward outside of
     it."""
-    monkeypatch.setattr(recompute.Autocast, "off", lambda self: contextlib.nullcontext())
+    monkeypatch.setattr(recompute.Autocast, "disable", lambda self: contextlib.nullcontext())
     with pytest.raises(AssertionError):
         error_of_a_float32_layer(split)
 
@@ -250,7 +250,9 @@ def test_a_head_in_float32_is_differentiated_there(one_pass):
             inputs = make_inputs(leaves[0], labels, blocks.Projection(), None, -100)
             inputs.in_float32 = True
             if one_pass:
-                loss = OnePassNLL.apply(inputs, Pending(), torch.tensor(1.0), *leaves, None)
+                loss = OnePassNLL.apply(
+                    inputs, PendingGradients(), torch.tensor(1.0), *leaves, None
+                )
             else:
                 loss = BlockwiseLogProbs.apply(inputs, ("entropy",), *leaves, None)[0].sum()
             runs.append(torch.autograd.grad(loss, leaves))
@@ -278,7 +280,7 @@ def test_autocast_keeps_its_copies_of_weights_over_the_chunks():
 
 
 def test_it_does_not_without_a_context_around_the_chunks(monkeypatch):
-    monkeypatch.setattr(recompute.Autocast, "off", lambda self: contextlib.nullcontext())
+    monkeypatch.setattr(recompute.Autocast, "disable", lambda self: contextlib.nullcontext())
     assert casts_of_a_backward() > 2
 
 

@@ -146,12 +146,12 @@ def test_forward_without_grad_grows_by_21_kb_a_token():
     assert growth <= 21 * KB
 
 
-SHORTER = tuple(length // 8 for length in LENGTHS)
+SHORT_LENGTHS = tuple(length // 8 for length in LENGTHS)
 
 
 @pytest.mark.parametrize(
     ("norm", "lengths"),
-    [*itertools.product([True, False], [SHORTER]),
+    [*itertools.product([True, False], [SHORT_LENGTHS]),
      *(pytest.param(norm, LENGTHS, marks=pytest.mark.full) for norm in (True, False))],
 )  # fmt: skip
 def test_head_grows_by_8_5_kb_a_token(norm, lengths):

@@ -15,7 +15,7 @@ import streambp
 from scripts import mixture_table
 from streambp.admission import own_run, probe
 from streambp.admission.own_run import StreamingMismatchError
-from streambp.attention.interface import COMPARED, HERE
+from streambp.attention.interface import THREAD_IMPLEMENTATIONS, THREAD_ROUTED_NAMES
 from streambp.chunks import Chunk
 from streambp.layer.choices import ReplayedChoices
 from tests import zoo
@@ -42,7 +42,7 @@ def mixture(family, precision="weights", attention="eager"):
 
 def is_streaming():
     """Not unpatched, nor in the run of a trial that is as unpatched."""
-    return bool(HERE.get()) and not COMPARED.get()
+    return bool(THREAD_ROUTED_NAMES.get()) and not THREAD_IMPLEMENTATIONS.get()
 
 
 def tied(monkeypatch):
@@ -186,7 +186,7 @@ def router_turned(monkeypatch, model):
     )
 
 
-OTHERS = (
+OTHER_FAMILIES = (
     scaled_attention, unrotated_attention, experts_permuted, another_activation, picked_weights_ignored, router_ignored,
     router_turned,
 )  # fmt: skip
@@ -195,7 +195,7 @@ OTHERS = (
 @pytest.mark.fast(4)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("mutant", OTHERS)
+@pytest.mark.parametrize("mutant", OTHER_FAMILIES)
 def test_what_computes_something_else_is_refused(mutant, family, precision, monkeypatch):
     """In half precision, and with a tie in every choice."""
     model = streambp.patch(mixture(family, precision), CHUNKS)
@@ -227,11 +227,11 @@ def test_other_choices_alone_are_refused(precision, monkeypatch):
 def test_mutant_scores_are_not_compared(monkeypatch):
     """The choices of the first run hide what the second would have chosen."""
     for module in (own_run, probe):
-        monkeypatch.setattr(module, "chose_alike", lambda choices, dtype: True)
+        monkeypatch.setattr(module, "router_scores_agree", lambda choices, dtype: True)
     chosen_elsewhere(monkeypatch, "weights")
 
 
-CHOOSE = {
+CHOICE_FUNCTIONS = {
     "topk": lambda x: x.topk(2, sorted=False).indices,
     "topk of a dim": lambda x: torch.topk(x, k=2, dim=x.dim() - 1)[1],
     "sort": lambda x: torch.sort(x, descending=True)[1],
@@ -242,14 +242,14 @@ CHOOSE = {
 
 
 @pytest.mark.parametrize("flat", [True, False])
-@pytest.mark.parametrize("name", CHOOSE)
+@pytest.mark.parametrize("name", CHOICE_FUNCTIONS)
 def test_later_runs_are_handed_the_choices_of_the_first(name, flat):
     rows, length = 2, 7
     logits, other_logits = torch.randn(2, rows, length, 6, generator=seeded())
-    choices, choose = ReplayedChoices(), CHOOSE[name]
+    choices, choose = ReplayedChoices(), CHOICE_FUNCTIONS[name]
 
     def of(x, start, stop):
-        with choices.at(Chunk(0, start, stop), rows):
+        with choices.replay(Chunk(0, start, stop), rows):
             part = x[:, start:stop]
             return (
                 choose(part.flatten(0, 1)).unflatten(0, (rows, stop - start))
@@ -259,13 +259,13 @@ def test_later_runs_are_handed_the_choices_of_the_first(name, flat):
 
     first = of(logits, 0, length)
     assert torch.equal(first, choose(logits))
-    assert choices.furthest() == 0
+    assert choices.max_distance() == 0
     replayed = torch.cat([of(other_logits, 0, 4), of(other_logits, 4, length)], 1)
     assert torch.equal(replayed, first)
-    assert choices.furthest() > 0.5
+    assert choices.max_distance() > 0.5
     assert choices.differing > 0
     assert torch.equal(of(logits, 0, length), first)
-    assert choices.furthest() == choices.differing == 0
+    assert choices.max_distance() == choices.differing == 0
 
 
 def test_values_are_those_of_the_choice():
@@ -274,23 +274,23 @@ def test_values_are_those_of_the_choice():
     first[..., 2] = second[..., 2] = -torch.inf
     second.requires_grad_()
     choices, all_of_them = ReplayedChoices(), Chunk(0, 0, 5)
-    with choices.at(all_of_them, 1):
+    with choices.replay(all_of_them, 1):
         indices = first.topk(3).indices
-    with choices.at(all_of_them, 1):
+    with choices.replay(all_of_them, 1):
         result = second.topk(3)
     assert torch.equal(result.values, second.gather(-1, indices))
     (grad,) = torch.autograd.grad(result.values.sum(), second)
     assert torch.equal(grad, torch.zeros_like(grad).scatter(-1, indices, 1.0))
-    assert 0 < choices.furthest() < float("inf")
+    assert 0 < choices.max_distance() < float("inf")
 
 
 def test_choices_among_tokens_are_left_alone():
     """An expert that picks its tokens mixes them, which no chunk could."""
     choices, x = ReplayedChoices(), torch.randn(2, 5, 6, generator=seeded())
     for part in x:
-        with choices.at(Chunk(0, 0, 5), 1):
+        with choices.replay(Chunk(0, 0, 5), 1):
             assert torch.equal(part.topk(2, dim=0).indices, torch.topk(part, 2, 0)[1])
-        assert choices.furthest() == 0
+        assert choices.max_distance() == 0
 
 
 @pytest.mark.full

@@ -22,7 +22,7 @@ from tests.versions import needs_names_in_graphs
 
 CHUNK, CHUNKS, LENGTH = 7, 4, 23  # the last chunk has two tokens
 TOKEN_WISE = ("mlp", "input_layernorm", "post_attention_layernorm")
-PASSES = 2  # forward and recomputation
+PASSES_PER_STEP = 2  # forward and recomputation
 # of the keys and values: calls of a layer's first norm alone; the last chunk's need none
 REFILLS = CHUNKS - 1
 # graphs for two lengths: None makes a dynamic one at the second
@@ -33,7 +33,7 @@ CONFIG = StreamConfig(chunk_size=CHUNK, saves=())
 EAGER = "what is around them is eager, too"
 
 
-class Counted:
+class CountingBackend:
     """A backend that counts the graphs that it was given, and how often they ran."""
 
     def __init__(self, name):
@@ -56,11 +56,11 @@ class Counted:
                 getattr(layer, name).compile(backend=self, **options)
 
 
-class Apart:
+class GraphCounts:
     """Counts the graphs of norms, which share their code, and of MLPs apart."""
 
     def __init__(self, backend):
-        self.norms, self.mlps = Counted(backend), Counted(backend)
+        self.norms, self.mlps = CountingBackend(backend), CountingBackend(backend)
 
     def compile(self, model, names=TOKEN_WISE, **options):
         self.norms.compile(model, [name for name in names if "norm" in name], **options)
@@ -102,7 +102,7 @@ def steps_of(model, backend, when, config=CONFIG, steps=2, names=TOKEN_WISE, **o
     return errors, runs, model
 
 
-WHEN = ("before patch", "after patch", "between steps")
+COMPILE_TIMES = ("before patch", "after patch", "between steps")
 BACKENDS = ("eager", "aot_eager", "inductor")
 
 
@@ -114,17 +114,17 @@ BACKENDS = ("eager", "aot_eager", "inductor")
 )
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dynamic", [None, True, False])
-@pytest.mark.parametrize("when", WHEN)
+@pytest.mark.parametrize("when", COMPILE_TIMES)
 def test_compiled_modules_stay_compiled_and_layers_stream(when, dynamic, backend):
     """Every call of a chunk runs compiled code, with at most two graphs a pass, however many layers
     there are."""
     assert torch._functorch.config.donated_buffer  # as torch ships it
-    counted, model = Apart(backend), build("qwen3")
+    counted, model = GraphCounts(backend), build("qwen3")
     errors, runs, model = steps_of(model, counted, when, dynamic=dynamic)
     assert max(errors) <= 1e-6
     assert "streams: 2 x" in str(streambp.describe(model))
     layers = len(model.model.layers)
-    assert runs == (PASSES * CHUNKS * len(TOKEN_WISE) + REFILLS) * layers
+    assert runs == (PASSES_PER_STEP * CHUNKS * len(TOKEN_WISE) + REFILLS) * layers
     graphs = counted.norms.graphs, counted.mlps.graphs
     print(
         f"{when}, dynamic={dynamic}, {backend}: {graphs} graphs of norms and MLPs, {runs} runs a "
@@ -142,7 +142,7 @@ SAVES = [("attn_out", "kv"), ("*",), "auto"]
 @pytest.mark.parametrize("saves", SAVES)
 def test_settings_with_compiled_modules(saves, offload):
     config = StreamConfig(chunk_size=CHUNK, saves=saves, offload=offload, unpatched_runs=False)
-    counted = Counted("eager")
+    counted = CountingBackend("eager")
     errors, runs, _ = steps_of(build("qwen3"), counted, "before patch", config)
     assert max(errors) <= 1e-6
     assert runs > 0
@@ -150,12 +150,12 @@ def test_settings_with_compiled_modules(saves, offload):
 
 @needs_names_in_graphs
 def test_whole_attention_compiled_breaks_at_the_blocks():
-    counted = Counted("eager")
+    counted = CountingBackend("eager")
     errors, runs, model = steps_of(
         build("qwen3"), counted, "before patch", names=("self_attn", *TOKEN_WISE)
     )
     assert max(errors) <= 1e-6
-    assert runs > PASSES * CHUNKS * (1 + len(TOKEN_WISE)) * len(model.model.layers)
+    assert runs > PASSES_PER_STEP * CHUNKS * (1 + len(TOKEN_WISE)) * len(model.model.layers)
     assert "streams: 2 x" in str(streambp.describe(model))
 
 
@@ -184,7 +184,7 @@ def test_the_mutant_of_the_refusal_is_seen(monkeypatch):
 
 
 def test_a_submodule_that_torch_compile_wraps():
-    counted, model = Counted("eager"), build("qwen3")
+    counted, model = CountingBackend("eager"), build("qwen3")
     _, expected = gradients(copy.deepcopy(model), **make_batch("plain", LENGTH))
     for layer in model.model.layers:
         layer.mlp = torch.compile(layer.mlp, backend=counted)
@@ -196,16 +196,16 @@ def test_a_submodule_that_torch_compile_wraps():
         )
         <= 1e-6
     )
-    assert counted.runs == PASSES * CHUNKS * len(model.model.layers)
+    assert counted.runs == PASSES_PER_STEP * CHUNKS * len(model.model.layers)
     assert "streams: 2 x" in str(streambp.describe(model))
 
 
-@pytest.mark.parametrize("when", WHEN[:2])
+@pytest.mark.parametrize("when", COMPILE_TIMES[:2])
 def test_regional_compilation_by_accelerate(when):
     """It puts torch's wrapper around each layer: streamed layers stay eager, before `patch` and
     after."""
     regions = pytest.importorskip("accelerate.utils", reason="accelerate is not installed")
-    counted, model = Counted("eager"), build("qwen3")
+    counted, model = CountingBackend("eager"), build("qwen3")
     _, expected = gradients(copy.deepcopy(model), **make_batch("plain", LENGTH))
     if when == "before patch":
         model = streambp.patch(regions.compile_regions(model, backend=counted), CONFIG)
@@ -230,10 +230,10 @@ def test_regional_compilation_by_accelerate(when):
     assert f"streamed layers stay eager under torch.compile; {compiled_parts}" in described
 
 
-@pytest.mark.parametrize("when", WHEN[:2])
+@pytest.mark.parametrize("when", COMPILE_TIMES[:2])
 @pytest.mark.parametrize("how", ["torch.compile", "Module.compile"])
 def test_a_whole_model_that_is_compiled_runs_eagerly_and_describe_says_so(how, when):
-    counted, model = Counted("eager"), build("llama", num_hidden_layers=1)
+    counted, model = CountingBackend("eager"), build("llama", num_hidden_layers=1)
 
     def compiled(model):
         if how == "torch.compile":
@@ -255,7 +255,7 @@ def test_a_whole_model_that_is_compiled_runs_eagerly_and_describe_says_so(how, w
 
 def test_describe_names_what_runs_compiled():
     model = build("qwen3")
-    Counted("eager").compile(model, ("mlp",))
+    CountingBackend("eager").compile(model, ("mlp",))
     streambp.patch(model, CONFIG)
     assert "mlp run compiled" in str(streambp.describe(model))
 
@@ -263,9 +263,9 @@ def test_describe_names_what_runs_compiled():
 def test_mutant_trials_that_compile(monkeypatch):
     """Compiled for each of its few tokens, a trial takes graphs of the eight that torch allows."""
     seeded(3)
-    monkeypatch.setattr(entry, "nothing_compiled", torch.enable_grad)
-    monkeypatch.setattr(trials, "nothing_compiled", torch.enable_grad)
-    counted = Apart("aot_eager")
+    monkeypatch.setattr(entry, "disable_compilation", torch.enable_grad)
+    monkeypatch.setattr(trials, "disable_compilation", torch.enable_grad)
+    counted = GraphCounts("aot_eager")
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=False):
         _, _, model = steps_of(build("qwen3"), counted, "before patch", dynamic=True)
     graphs = counted.norms.graphs > NORMS or counted.mlps.graphs > MLPS

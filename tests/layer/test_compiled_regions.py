@@ -25,11 +25,12 @@ from tests.liger_stand_in import own_attributes
 from tests.oracle import gradients, lift_float32_casts, relative_l2
 from tests.seeds import seed_torch, seeded
 
-BAR = 1e-6  # of the whole gradient, in float32
+MAX_RELATIVE_ERROR = 1e-6  # of the whole gradient, in float32
 CHUNK, LENGTH = 7, 22  # the last chunk has one token
 CONFIG = streambp.StreamConfig(chunk_size=CHUNK, saves=(), kernels="compiled")
 # Of each pass: forward, the refill of keys and values, recomputation.
-PASSES = {"input_layernorm": 3, "self_attn": 2, "post_attention_layernorm": 2, "mlp": 2, **dict.fromkeys(
+REGION_CALLS = {"input_layernorm": 3, "self_attn": 2, "post_attention_layernorm": 2, "mlp": 2,
+    **dict.fromkeys(
     ("self_attn.q_norm", "self_attn.k_norm"), 3)}  # fmt: skip
 
 
@@ -75,14 +76,14 @@ def test_regions_are_exact_and_few_graphs_serve_all_lengths(family, backend, mon
         loss, our_gradients = gradients(model, **batch)
         expected_loss, expected = gradients(stock, **batch)
         assert abs(loss - expected_loss) <= 1e-6 * expected_loss
-        assert relative_l2(our_gradients, expected) <= BAR
+        assert relative_l2(our_gradients, expected) <= MAX_RELATIVE_ERROR
     graphs = compiler_of(model).graphs
     print(f"{family}, {backend}: {dict(graphs)} graphs, {compiler_of(model).seconds:.1f} s")
     roles = {"input_layernorm", "post_attention_layernorm", "mlp", "self_attn"}
     assert roles <= graphs.keys()
     # a row alone and several; a row's first chunk and others
     two = {"self_attn": 2, "input_layernorm": 2}
-    assert all(number <= PASSES[role] * two.get(role, 1) for role, number in graphs.items())
+    assert all(number <= REGION_CALLS[role] * two.get(role, 1) for role, number in graphs.items())
     described = str(streambp.describe(model))
     assert "streams: 2 x" in described
     assert "compiled regions compute" in described
@@ -121,7 +122,7 @@ def test_every_kind_of_run_computes_with_regions():
 def regions_of(model):
     for name, module in model.model.layers[0].named_modules():
         region = getattr(module.__dict__.get("forward"), "__func__", None)
-        if isinstance(region, compiled_regions.Region):
+        if isinstance(region, compiled_regions.CompiledRegion):
             yield name, region
 
 
@@ -138,7 +139,7 @@ def test_copies_and_pickles():
     streambp.unpatch(model)
     assert not fused_modules(model.model.layers[0])
     assert fused_modules(twin.model.layers[0])
-    assert relative_l2(gradients(sent, **batch)[1], expected) <= BAR
+    assert relative_l2(gradients(sent, **batch)[1], expected) <= MAX_RELATIVE_ERROR
     streambp.unpatch(twin)
     assert not fused_modules(twin.model.layers[0])
     twin_gradients = gradients(twin, **batch)[1]
@@ -153,8 +154,8 @@ def test_a_machine_that_cannot_compile_leaves_the_model_as_it_was_and_describe_s
         monkeypatch.setattr(compiled_regions.shutil, "which", lambda name: None)
     else:
         monkeypatch.setattr(compiled_regions, "has_triton", lambda: False)
-        real = compiled_regions.no_compiler
-        monkeypatch.setattr(compiled_regions, "no_compiler", lambda device: real("cuda"))
+        real = compiled_regions.why_no_compiler
+        monkeypatch.setattr(compiled_regions, "why_no_compiler", lambda device: real("cuda"))
     model = small()
     own_before = own_attributes(model)
     streambp.patch(model, CONFIG)
@@ -312,7 +313,9 @@ def test_verify_compares_both_with_regions(monkeypatch):
 def test_a_rotation_of_one_tensor_stays_the_models(family, float64_oracle):
     stock, batch = zoo.build(family), make_batch("plain")
     ours = streambp.patch(copy.deepcopy(stock), CONFIG)
-    assert relative_l2(gradients(ours, **batch)[1], gradients(stock, **batch)[1]) <= BAR
+    assert (
+        relative_l2(gradients(ours, **batch)[1], gradients(stock, **batch)[1]) <= MAX_RELATIVE_ERROR
+    )
     assert "rotation" not in str(streambp.describe(ours))
 
 
@@ -344,5 +347,5 @@ def test_unpatch_takes_off_what_the_compiler_has_noted():
 
 
 def test_marks_that_stay_are_found(monkeypatch):
-    monkeypatch.setattr(fused_layers, "COMPILERS_MARKS", "no such name")
+    monkeypatch.setattr(fused_layers, "COMPILER_MARK_PREFIX", "no such name")
     assert marks_after_unpatching()[1]

@@ -19,7 +19,7 @@ from streambp.offload.engines import Engine
 from streambp.offload.manager import OffloadManager
 from tests.counting import Dispatches
 from tests.layer.test_bytes import empty, qwen3_8b_layer
-from tests.offload.runs import BOTH
+from tests.offload.runs import BOTH_SAVES
 from tests.tiers import thinned
 from tests.versions import SUM_WITHOUT_DATA
 
@@ -127,14 +127,19 @@ def offloading(gpu_memory):
 
 
 PRODUCT = ("mlp.gate_proj",)
-WAITS = ((BOTH, "no offloading"), ((), None), (BOTH, 2**20), (PRODUCT, None))  # the fast tier's
+WAIT_CASES = (
+    (BOTH_SAVES, "no offloading"),
+    ((), None),
+    (BOTH_SAVES, 2**20),
+    (PRODUCT, None),
+)  # the fast tier's
 
 
 @pytest.mark.parametrize(
     ("saves", "gpu_memory"),
     thinned(
-        itertools.product([(), BOTH, PRODUCT], ["no offloading", None, 2**20]),
-        lambda saves, gpu_memory: (saves, gpu_memory) in WAITS,
+        itertools.product([(), BOTH_SAVES, PRODUCT], ["no offloading", None, 2**20]),
+        lambda saves, gpu_memory: (saves, gpu_memory) in WAIT_CASES,
     ),
 )
 def test_no_chunk_waits_for_the_device_or_sends_it_anything(saves, gpu_memory, monkeypatch):

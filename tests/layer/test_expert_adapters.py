@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import streambp
 from streambp.errors import BackwardError
 from streambp.layer import expert_adapters
-from streambp.layer.adapters import adapted, readings
+from streambp.layer.adapters import fuse_adapters, lora_modules_of
 from tests import zoo
 from tests.offload.weights_runs import invert
 from tests.oracle import gradients, relative_l2, worst_error
@@ -45,7 +45,7 @@ SETTINGS = {
     "weights on the host": {"chunk_size": 8, "weights": "cpu"},
 }
 ROWS = tuple(itertools.product(FAMILIES, BARS, SETTINGS))
-FAST = (
+FAST_CASES = (
     ("qwen3_moe", "grouped_mm", "weights on the host"),
     ("mixtral", "eager", "offload"),
     ("mixtral", "batched_mm", "default"),
@@ -53,8 +53,8 @@ FAST = (
     ("gpt_oss", "eager", "chunks"),
 )
 EXPERTS = ("gate_up_proj", "down_proj")
-ONCE = "weights of experts are added to their adapters once"
-BY_PEFT = "weights of experts get their adapters by peft's code"
+ADDED_ONCE_TEXT = "weights of experts are added to their adapters once"
+PEFT_CODE_TEXT = "weights of experts get their adapters by peft's code"
 STACKS = 4  # two layers of two weights
 CHUNKS = 4  # of a batch of 25 tokens
 
@@ -143,7 +143,7 @@ def check(family, implementation, settings="chunks", rank=4):
     with WholeWeights(ours) as full_weights:
         computed = gradients(ours, **batch)
     assert_near(computed, gradients(stock, **batch), BARS[implementation])
-    assert ONCE in str(streambp.describe(ours))
+    assert ADDED_ONCE_TEXT in str(streambp.describe(ours))
     assert_left(ours)
     return full_weights
 
@@ -160,7 +160,7 @@ def exact(request):
 
 
 @pytest.mark.parametrize(
-    ("family", "implementation", "settings"), thinned(ROWS, lambda *row: row in FAST)
+    ("family", "implementation", "settings"), thinned(ROWS, lambda *row: row in FAST_CASES)
 )
 def test_cover(family, implementation, settings, exact):
     exact(implementation)
@@ -230,7 +230,7 @@ def test_two_active_adapters(implementation, exact):
         computed = gradients(ours, **batch)
         assert_near(computed, gradients(stock, **batch), BARS[implementation])
     assert any("other" in name and "experts" in name for name in computed[1])
-    assert ONCE in str(streambp.describe(ours))
+    assert ADDED_ONCE_TEXT in str(streambp.describe(ours))
 
 
 def test_disabled_merged_and_unpatched(float64_oracle):
@@ -256,7 +256,7 @@ def test_disabled_merged_and_unpatched(float64_oracle):
         for name, parameter in model.named_parameters():
             parameter.requires_grad_("norm" in name)
     agree()
-    assert ONCE not in str(streambp.describe(ours))
+    assert ADDED_ONCE_TEXT not in str(streambp.describe(ours))
     for model in (ours, stock):
         model.unmerge_adapter()
         for name, parameter in model.named_parameters():
@@ -304,7 +304,7 @@ def test_float16_is_left_to_peft():
     (loss, by_name), (own_loss, own_gradients) = results
     assert torch.equal(loss, own_loss)
     assert all(torch.equal(by_name[name], value) for name, value in own_gradients.items())
-    note = next(line for line in text.splitlines() if BY_PEFT in line)
+    note = next(line for line in text.splitlines() if PEFT_CODE_TEXT in line)
     assert "it is computed in float16" in note
 
 
@@ -414,11 +414,11 @@ def experts_alone(model):
     step differs from peft."""
     with contextlib.ExitStack() as stack:
         for layer in model.base_model.model.model.layers:
-            by_name = readings(layer)
+            by_name = lora_modules_of(layer)
             for name in list(by_name):
-                if not isinstance(by_name[name], expert_adapters.ExpertReading):
+                if not isinstance(by_name[name], expert_adapters.LoraParameter):
                     del by_name[name]
-            stack.enter_context(adapted(by_name))
+            stack.enter_context(fuse_adapters(by_name))
         yield
 
 
@@ -495,8 +495,8 @@ def test_traffic(implementation):
 
 def without_scale(monkeypatch):
     monkeypatch.setattr(
-        expert_adapters.Product,
-        "scaled",
+        expert_adapters.ProductRule,
+        "scale_gradients",
         lambda self, left_factor, right_factor: (left_factor, right_factor),
     )
 

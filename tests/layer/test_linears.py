@@ -17,7 +17,7 @@ from tests.families import build, make_batch
 from tests.oracle import gradients, worst_error
 
 pytestmark = pytest.mark.usefixtures("float64_oracle")
-SAVED = streambp.StreamConfig(chunk_size=5, saves=("mlp.*",))
+SAVES_CONFIG = streambp.StreamConfig(chunk_size=5, saves=("mlp.*",))
 
 
 class Tagged(nn.Linear):
@@ -52,30 +52,30 @@ def model_of(kind, names):
     return model
 
 
-ALL = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+ALL_LINEARS = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 
 
 @pytest.mark.parametrize(
     ("kind", "names", "saved"),
     [
-        (Tagged, ALL, 3),
-        (Rounded, ALL[:1], 2),
-        (Doubled, ALL[:1], 2),
+        (Tagged, ALL_LINEARS, 3),
+        (Rounded, ALL_LINEARS[:1], 2),
+        (Doubled, ALL_LINEARS[:1], 2),
         (Rounded, ("self_attn.q_proj",), 3),
     ],
 )
 def test_gradients_with_saves(kind, names, saved, monkeypatch):
     saved_names = set()
-    real = products.tapped
+    real = products.tap_linears
     monkeypatch.setattr(
-        "streambp.layer.saved.tapped",
+        "streambp.layer.saved_tensors.tap_linears",
         lambda linears, linear_names, *args: (
             saved_names.update(linear_names) or real(linears, linear_names, *args)
         ),
     )
     batch = make_batch("left-padded")
     expected = gradients(model_of(kind, names), **batch)[1]
-    ours = streambp.patch(model_of(kind, names), SAVED)
+    ours = streambp.patch(model_of(kind, names), SAVES_CONFIG)
     assert worst_error(gradients(ours, **batch)[1], expected) <= 1e-10
     assert len(saved_names) == saved
 
@@ -85,10 +85,10 @@ def test_linears_that_compute_in_their_own_way_are_named(kind):
     with pytest.raises(
         ConfigError, match=rf"compute in their own way \({kind.__name__}\).* saved: .*q_proj"
     ):
-        streambp.patch(model_of(kind, ALL), SAVED)
+        streambp.patch(model_of(kind, ALL_LINEARS), SAVES_CONFIG)
 
 
 def test_mutant_a_subclass_is_taken_for_a_linear(monkeypatch):
     monkeypatch.setattr(products, "computes_plainly", lambda module: isinstance(module, nn.Linear))
     with pytest.raises(AssertionError):
-        test_gradients_with_saves(Rounded, ALL[:1], 2, monkeypatch)
+        test_gradients_with_saves(Rounded, ALL_LINEARS[:1], 2, monkeypatch)

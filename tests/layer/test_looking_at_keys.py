@@ -166,12 +166,12 @@ def test_saving_and_offloading_change_no_bit(name):
 
 
 # its cache's states are of rounded sizes
-WIDER = {"xlstm": {"hidden_size": 128, "embedding_dim": 128, "num_heads": 4}}
+WIDE_SIZES = {"xlstm": {"hidden_size": 128, "embedding_dim": 128, "num_heads": 4}}
 
 
 @pytest.mark.parametrize("name", [DEEPSEEK, "xlstm"])
 def test_without_a_graph_and_generation(name):
-    stock = zoo.build(name, **WIDER.get(name, {})).eval()
+    stock = zoo.build(name, **WIDE_SIZES.get(name, {})).eval()
     ours = patched(stock, chunk_size=5)
     batch = make_batch("plain")
     with torch.no_grad():
@@ -186,7 +186,7 @@ def test_without_a_graph_and_generation(name):
 
 def test_a_long_evaluation_of_a_model_that_cuts_it_itself():
     """xLSTM hands its layers states, then: they run as unpatched."""
-    stock = zoo.build("xlstm", max_inference_chunksize=8, **WIDER["xlstm"]).eval()
+    stock = zoo.build("xlstm", max_inference_chunksize=8, **WIDE_SIZES["xlstm"]).eval()
     ours = patched(copy.deepcopy(stock), chunk_size=5)
     ids = make_batch("plain")["input_ids"]
     with torch.no_grad():
@@ -217,7 +217,7 @@ def of_the_blocks_alone(self, keys):
     )
 
 
-HAND = attention_carriers.OverCache.chunk_arguments
+CHUNK_ARGUMENTS = attention_carriers.CacheAttention.chunk_arguments
 
 
 def from_the_chunks_start(self, arguments, chunk_attention):
@@ -226,7 +226,7 @@ def from_the_chunks_start(self, arguments, chunk_attention):
         for name in (DISTANCES,)
         if name in arguments
     }
-    return HAND(self, {**arguments, **distances}, chunk_attention)
+    return CHUNK_ARGUMENTS(self, {**arguments, **distances}, chunk_attention)
 
 
 MUTANTS = {
@@ -235,7 +235,8 @@ MUTANTS = {
     "biases as in the first chunk": (ChunkCache, "get_query_offset", lambda self, *_: 0, "inkling_text"),
     "a mask as of the first chunk": (OwnMask, "chunk_mask", counted_from_zero, "inkling_text"),
     "distances as in the first chunk": (
-        attention_carriers.OverCache, "chunk_arguments", from_the_chunks_start, "inkling2_loop_text"
+        attention_carriers.CacheAttention, "chunk_arguments", from_the_chunks_start,
+        "inkling2_loop_text"
     ),
     "returned states without their gradient": (state_carriers.StateCarrier, "collect", without_gradient, "xlstm"),
 }  # fmt: skip

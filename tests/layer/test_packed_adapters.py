@@ -1,7 +1,7 @@
 """Adapters of Linears with 4-bit weights as one operation: the base is decoded as its own forward
 does it.
 
-covers: layer/adapters.py, offload/decoded.py
+covers: layer/adapters.py, offload/decoded_weights.py
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import streambp
-from streambp.layer import adapted as operation
-from streambp.offload import decoded
+from streambp.layer import adapted_linear as operation
+from streambp.offload import decoded_weights
 from tests.families import build, make_batch
 from tests.oracle import gradients, relative_l2
 from tests.seeds import seed_torch
@@ -55,9 +55,13 @@ def step(model, **settings):
     gradients(ours, **make_batch("plain"))
     with pytest.MonkeyPatch.context() as patch:
         runs, decodings = [], []
-        forward, decode = operation._forward, decoded._decoded
+        forward, decode = operation._forward, decoded_weights._decode_weight
         patch.setattr(operation, "_forward", lambda *args: (runs.append(1), forward(*args))[1])
-        patch.setattr(decoded, "_decoded", lambda module: (decodings.append(1), decode(module))[1])
+        patch.setattr(
+            decoded_weights,
+            "_decode_weight",
+            lambda module: (decodings.append(1), decode(module))[1],
+        )
         loss_and_gradients = gradients(ours, **make_batch("plain"))
     return *loss_and_gradients, len(runs), len(decodings)
 
@@ -89,8 +93,8 @@ def test_weights_on_the_host_are_decoded_once_for_each_pass():
 
 
 def the_weight_of_another(monkeypatch):
-    real = decoded._decoded
-    monkeypatch.setattr(decoded, "_decoded", lambda module: 1.1 * real(module))
+    real = decoded_weights._decode_weight
+    monkeypatch.setattr(decoded_weights, "_decode_weight", lambda module: 1.1 * real(module))
 
 
 def test_mutant(monkeypatch):

@@ -24,9 +24,9 @@ from streambp.errors import UnsupportedModelError
 from streambp.layer import expert_adapters, packed_experts
 from streambp.model import patching
 from tests.layer.test_expert_adapters import (
+    ADDED_ONCE_TEXT,
     BARS,
     FAMILIES,
-    ONCE,
     SETTINGS,
     adapted_experts,
     assert_left,
@@ -45,7 +45,7 @@ from tests.tiers import thinned
 __all__ = ["exact", "pytestmark"]
 
 ROWS = tuple(itertools.product(FAMILIES, BARS, SETTINGS))
-FAST = (
+FAST_CASES = (
     ("qwen3_moe", "grouped_mm", "chunks"),
     ("mixtral", "batched_mm", "default"),
     ("gpt_oss", "eager", "weights on the host"),
@@ -113,7 +113,7 @@ def check(family, implementation, settings="chunks", packs=pack, change=None):
     with decodings() as decoded:
         assert_near(gradients(ours, **batch), expected, BARS[implementation])
     text = str(streambp.describe(ours))
-    assert ONCE in text
+    assert ADDED_ONCE_TEXT in text
     assert "streams: 2 x" in text
     assert_left(ours)
     assert all(len(weights) == 1 for weights in parametrizations(ours))
@@ -132,7 +132,7 @@ def parametrizations(model):
 
 
 @pytest.mark.parametrize(
-    ("family", "implementation", "settings"), thinned(ROWS, lambda *row: row in FAST)
+    ("family", "implementation", "settings"), thinned(ROWS, lambda *row: row in FAST_CASES)
 )
 def test_cover(family, implementation, settings, exact):
     """Forward and backward decode each weight once."""

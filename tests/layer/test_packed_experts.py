@@ -18,7 +18,7 @@ from torch.nn.utils import parametrize
 import streambp
 from streambp.errors import UnsupportedModelError
 from streambp.layer import packed_experts
-from streambp.offload.decoded import CountedPackedWeight
+from streambp.offload.decoded_weights import CountedPackedWeight
 from streambp.offload.ranges import tensors_inside
 from tests import zoo
 from tests.oracle import gradients, worst_error
@@ -137,7 +137,7 @@ def check(family, implementation, settings="chunks", dtype=torch.float32, packs=
 
 
 ROWS = list(itertools.product(FAMILIES, IMPLEMENTATIONS, SETTINGS))
-FAST = (
+FAST_CASES = (
     ("qwen3_moe", "grouped_mm", "chunks"),
     ("mixtral", "batched_mm", "default"),
     ("gpt_oss", "eager", "offload"),
@@ -145,7 +145,7 @@ FAST = (
 
 
 @pytest.mark.parametrize(
-    ("family", "implementation", "settings"), thinned(ROWS, lambda *row: row in FAST)
+    ("family", "implementation", "settings"), thinned(ROWS, lambda *row: row in FAST_CASES)
 )
 def test_cover(family, implementation, settings):
     """Forward and backward decode each weight once. A single chunk is not recomputed."""

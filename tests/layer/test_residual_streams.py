@@ -24,7 +24,7 @@ from tests.oracle import gradients, worst_error
 from tests.recurrent.test_states import patched
 from tests.seeds import seed_torch
 
-STREAMS = 4  # of hy_v4
+STREAM_COUNT = 4  # of hy_v4
 
 
 pytestmark = pytest.mark.usefixtures("float64_everywhere")
@@ -77,7 +77,7 @@ def check(stock, batch, chunk_size, path="streams", **settings):
     return our_gradients
 
 
-POOLED = (("plain", 5), ("packed", 16))
+POOLED_CASES = (("plain", 5), ("packed", 16))
 
 
 @pytest.mark.fast("packed-16")
@@ -86,7 +86,7 @@ POOLED = (("plain", 5), ("packed", 16))
     [
         # Left-padded in chunks of 5: check_unchanged, which the mutants start from.
         pytest.param(
-            mode, chunk_size, marks=() if (mode, chunk_size) in POOLED else pytest.mark.full
+            mode, chunk_size, marks=() if (mode, chunk_size) in POOLED_CASES else pytest.mark.full
         )
         for mode in MODES
         for chunk_size in (5, 16)
@@ -101,13 +101,13 @@ def test_documents_that_its_attention_is_not_told_of():
         patched(glm5_next(), chunk_size=5)(**make_batch("packed"), use_cache=False)
 
 
-FEW = (("hy_v4", 2), ("hy_v4", 11), ("glm5_next", 3))
+FEW_CASES = (("hy_v4", 2), ("hy_v4", 11), ("glm5_next", 3))
 
 
 @pytest.mark.parametrize(
     ("name", "length"),
     [
-        pytest.param(name, length, marks=() if (name, length) in FEW else pytest.mark.full)
+        pytest.param(name, length, marks=() if (name, length) in FEW_CASES else pytest.mark.full)
         for name in BUILD
         for length in (2, 3, 11)
     ],
@@ -120,10 +120,10 @@ def test_few_tokens(name, length):
 @pytest.mark.parametrize(
     ("first", "streams"),
     [
-        *(("as many", STREAMS), ("others", 7)),
+        *(("as many", STREAM_COUNT), ("others", 7)),
         *(
             pytest.param(*case, marks=pytest.mark.full)
-            for case in (("as many", 7), ("others", STREAMS))
+            for case in (("as many", 7), ("others", STREAM_COUNT))
         ),
     ],
 )

@@ -1,7 +1,7 @@
 """`saves` with globs of Linear names: their outputs are kept, their products not computed again,
 the gradients the same.
 
-covers: config.py, layer/products.py, layer/saved.py, model/patching.py
+covers: config.py, layer/products.py, layer/saved_tensors.py, model/patching.py
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import streambp
-from streambp.layer.saved import SavedForBackward
+from streambp.layer.saved_tensors import SavedForBackward
 from tests.counting import LinearFlops
 from tests.families import build, make_batch
 from tests.seeds import seed_torch

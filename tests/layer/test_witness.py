@@ -17,21 +17,21 @@ from torch import nn
 import streambp
 from streambp.attention import prefix
 from streambp.errors import BackwardError
-from streambp.layer import products, saved, witness
+from streambp.layer import products, saved_tensors, witness
 from tests.counting import Dispatches
 from tests.distributed.one_rank import split_over_one_rank, with_shifted_labels
 from tests.families import build, make_batch, mix_neighbours
-from tests.oracle import EXACT, gradients, worst_error
+from tests.oracle import MAX_FLOAT64_ERROR, gradients, worst_error
 from tests.seeds import seed_torch
 
 CHUNK, TOKENS = 5, 23
-NUMBERS = {"scale": 1.0, "added": 0.0}  # a program's globals
-EVERYTHING = ("attn_out", "self_attn.*", "mlp.gate_proj", "mlp.up_proj")
+PROGRAM_GLOBALS = {"scale": 1.0, "added": 0.0}  # a program's globals
+ALL_SAVES = ("attn_out", "self_attn.*", "mlp.gate_proj", "mlp.up_proj")
 SAVES = {
     "nothing": (),
     "attention": ("attn_out",),
     "keys": ("kv",),
-    "everything": EVERYTHING,
+    "everything": ALL_SAVES,
     "auto": "auto",
 }
 
@@ -39,13 +39,13 @@ SAVES = {
 @pytest.fixture(autouse=True)
 def numbers():
     yield
-    NUMBERS.update(scale=1.0, added=0.0)
+    PROGRAM_GLOBALS.update(scale=1.0, added=0.0)
 
 
 def scaled(module):
     """By a global number."""
     class_forward = type(module).forward
-    module.forward = lambda x: class_forward(module, x) * NUMBERS["scale"]
+    module.forward = lambda x: class_forward(module, x) * PROGRAM_GLOBALS["scale"]
 
 
 def added_to_one(module, min_tokens=0):
@@ -57,7 +57,7 @@ def added_to_one(module, min_tokens=0):
         if x.shape[1] < min_tokens:
             return class_forward(module, x)
         one_hot = torch.nn.functional.one_hot(torch.tensor(1), x.shape[1]).to(x)
-        return class_forward(module, x + one_hot[None, :, None] * NUMBERS["added"])
+        return class_forward(module, x + one_hot[None, :, None] * PROGRAM_GLOBALS["added"])
 
     module.forward = forward
 
@@ -76,28 +76,28 @@ def by_data(model):
     model.model.layers[1].mlp.down_proj.weight.data.mul_(1.01)
 
 
-CHANGES = {
+STEP_CHANGES = {
     "a global behind the MLP": (
         lambda m: scaled(m.model.layers[0].mlp),
-        lambda _: NUMBERS.update(scale=0.5),
+        lambda _: PROGRAM_GLOBALS.update(scale=0.5),
     ),
     "a global in a norm": (
         lambda m: scaled(m.model.layers[1].input_layernorm),
-        lambda _: NUMBERS.update(scale=0.5),
+        lambda _: PROGRAM_GLOBALS.update(scale=0.5),
     ),
     "one token": (
         lambda m: added_to_one(m.model.layers[0].mlp),
-        lambda _: NUMBERS.update(added=0.5),
+        lambda _: PROGRAM_GLOBALS.update(added=0.5),
     ),
     "a fused step": (lambda m: None, fused_step),
     "the last Linear's weight by .data": (lambda m: None, by_data),
 }
 
 
-INNER = {
+INNER_CHANGES = {
     "one token of inner chunks": (
         lambda m: added_to_one(m.model.layers[0].mlp, CHUNK),
-        CHANGES["one token"][1],
+        STEP_CHANGES["one token"][1],
     )
 }
 
@@ -105,7 +105,7 @@ INNER = {
 def changed_within(change, saves=(), steps=1, dtype=torch.float64, family="qwen3"):
     """A model whose change comes between a forward and its backward, after so many steps; and its
     loss."""
-    prepare, apply = {**CHANGES, **INNER}[change]
+    prepare, apply = {**STEP_CHANGES, **INNER_CHANGES}[change]
     model = build(family, dtype)
     prepare(model)
     streambp.patch(
@@ -122,17 +122,19 @@ def changed_within(change, saves=(), steps=1, dtype=torch.float64, family="qwen3
 
 @pytest.mark.fast(3)
 @pytest.mark.usefixtures("float64_oracle")
-@pytest.mark.parametrize(("change", "saves", "steps"), itertools.product(CHANGES, SAVES, (0, 1)))
+@pytest.mark.parametrize(
+    ("change", "saves", "steps"), itertools.product(STEP_CHANGES, SAVES, (0, 1))
+)
 def test_a_change_without_a_trace_raises(change, saves, steps):
     """In the first step, which leaves out no product, and later. What comes after is exact."""
     model, loss = changed_within(change, saves, steps)
     with pytest.raises(BackwardError, match="the same input has another output"):
         loss.backward()
-    NUMBERS.update(scale=1.0, added=0.0)
+    PROGRAM_GLOBALS.update(scale=1.0, added=0.0)
     our_gradients = gradients(model, **make_batch("plain"))[1]
     assert (
         worst_error(our_gradients, gradients(streambp.unpatch(model), **make_batch("plain"))[1])
-        <= EXACT
+        <= MAX_FLOAT64_ERROR
     )
 
 
@@ -160,7 +162,7 @@ def test_a_change_of_one_token_in_inner_chunks(steps):
 
 
 @pytest.mark.fast(2)
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", STEP_CHANGES)
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["float32", "bfloat16", "float16"]
 )
@@ -185,7 +187,7 @@ def test_layers_that_run_whole_and_in_halves(runs, monkeypatch):
     for _ in range(2):
         gradients(model, **batch)
     loss = model(**batch, use_cache=False).loss
-    NUMBERS["scale"] = 0.5
+    PROGRAM_GLOBALS["scale"] = 0.5
     with pytest.raises(BackwardError, match="the same input has another output"):
         loss.backward()
 
@@ -308,7 +310,7 @@ def test_launches_and_questions(saves, max_launches, monkeypatch):
     """Few operations for each layer and chunk beside those at the end of the whole backward, which
     asks once: of a device, or of a CPU that gave other bits."""
     dtypes, real = [], torch.Tensor.tolist
-    monkeypatch.setattr(witness, "answered_at_once", lambda recorded, value: False)
+    monkeypatch.setattr(witness, "equal_on_cpu", lambda recorded, value: False)
     model = build("qwen3")
     streambp.patch(model, streambp.StreamConfig(chunk_size=CHUNK, saves=saves))
     batch = make_batch("plain", 8 * CHUNK)
@@ -326,7 +328,7 @@ def test_launches_and_questions(saves, max_launches, monkeypatch):
     of_witness = {
         key: count
         for key, count in counts.items()
-        if key[0].startswith("layer/witness.py") and not key[0].endswith(("answer", "_differ"))
+        if key[0].startswith("layer/witness.py") and not key[0].endswith(("evaluate", "_differ"))
     }
     launches = sum(
         count for (_, name), count in of_witness.items() if name.split(".")[0] not in VIEWS
@@ -338,10 +340,10 @@ def test_launches_and_questions(saves, max_launches, monkeypatch):
 def test_a_cpu_that_gives_the_same_bits_is_asked_nothing_more(monkeypatch):
     model = streambp.patch(build("qwen3"), streambp.StreamConfig(chunk_size=CHUNK, saves=()))
     gradients(model, **make_batch("plain"))
-    monkeypatch.setattr(witness.Witnesses, "ask", lambda *_: pytest.fail("something differs"))
-    noted, real = [], witness.Witnesses.combined
+    monkeypatch.setattr(witness.Witnesses, "submit", lambda *_: pytest.fail("something differs"))
+    noted, real = [], witness.Witnesses.combine_rows
     monkeypatch.setattr(
-        witness.Witnesses, "combined", lambda *args: noted.append(args) or real(*args)
+        witness.Witnesses, "combine_rows", lambda *args: noted.append(args) or real(*args)
     )
     gradients(model, **make_batch("plain"))
     assert noted
@@ -354,10 +356,10 @@ def one_input(change=None):
     change: comes between the first and the second Linear of the recomputation.
     """
     combinations, real = [], witness.Witnesses()
-    combined = real.combined
-    real.combined = lambda x: combinations.append(x) or combined(x)
+    combined = real.combine_rows
+    real.combine_rows = lambda x: combinations.append(x) or combined(x)
     compared = witness.Witness(
-        real, lambda: functools.partial(witness.Compared, nn.Identity(), 0, False, 1e-8)
+        real, lambda: functools.partial(witness.ValuePair, nn.Identity(), 0, False, 1e-8)
     )
     value = torch.randn(1, CHUNK, 4, dtype=torch.float64)
     for in_backward in (False, True):
@@ -374,13 +376,13 @@ def one_input(change=None):
     return len(combinations), False
 
 
-IN_BETWEEN = {"in place": lambda x: x.add_(0.5), "another tensor": lambda x: x + 0.5}
+INTERMEDIATE_CHANGES = {"in place": lambda x: x.add_(0.5), "another tensor": lambda x: x + 0.5}
 
 
 def test_one_input_of_several_linears_is_combined_once():
     """And a change between two of them is found."""
     assert one_input() == (2, False)
-    for change in IN_BETWEEN.values():
+    for change in INTERMEDIATE_CHANGES.values():
         assert one_input(change) == (3, True)
 
 
@@ -396,12 +398,12 @@ def test_a_backward_that_raises_leaves_nothing_behind():
 @pytest.mark.parametrize("length", range(1, 40))
 def test_rows(length):
     rows = range(length)[witness.rows_of(length)]
-    assert len(rows) == min(witness.ROWS, length)
+    assert len(rows) == min(witness.MAX_COMPARED_ROWS, length)
     assert rows[-1] == length - 1
 
 
 def nobody_asks(patch):
-    patch.setattr(witness.Witnesses, "ask", lambda self, pairs: None)
+    patch.setattr(witness.Witnesses, "submit", lambda self, pairs: None)
 
 
 def last_row_alone(patch):
@@ -415,9 +417,11 @@ def last_row_alone(patch):
 
 
 def no_inputs_of_saved_products(patch):
-    real = saved.SavedProducts.use_outputs
+    real = saved_tensors.SavedProducts.use_outputs
     patch.setattr(
-        saved.SavedProducts, "use_outputs", lambda *args, see=None, **kwargs: real(*args, **kwargs)
+        saved_tensors.SavedProducts,
+        "use_outputs",
+        lambda *args, see=None, **kwargs: real(*args, **kwargs),
     )
 
 
@@ -432,7 +436,7 @@ def nothing_of_attention(patch):
 
 
 def no_rows(patch):
-    patch.setattr(products, "rows_of", lambda length: products.UNREAD)
+    patch.setattr(products, "rows_of", lambda length: products.UNREAD_OUTPUT)
 
 
 def no_inputs_of_what_is_left_out(patch):
@@ -446,12 +450,12 @@ def _but(see, name):
 
 
 def one_combination_for_all(patch):
-    real = witness.Witness._combined
+    real = witness.Witness._combine_rows
 
     def combined(self, x):
         return real(self, x) if self._combined_input is None else self._combined_input[2]
 
-    patch.setattr(witness.Witness, "_combined", combined)
+    patch.setattr(witness.Witness, "_combine_rows", combined)
 
 
 later = functools.partial(test_a_change_without_a_trace_raises, steps=1)
@@ -495,11 +499,11 @@ def test_saved_values_need_their_inputs_compared(mutant, monkeypatch):
         for _ in range(2):
             gradients(model, **make_batch("plain"))
         loss = model(**make_batch("plain"), use_cache=False).loss
-        NUMBERS["scale"] = 0.5
+        PROGRAM_GLOBALS["scale"] = 0.5
         loss.backward()
 
     with pytest.raises(BackwardError):
         run()
-    NUMBERS["scale"] = 1.0
+    PROGRAM_GLOBALS["scale"] = 1.0
     mutant(monkeypatch)
     run()

@@ -1,6 +1,6 @@
 """Code inside a layer that writes in place to a part of what a Linear gives.
 
-covers: layer/products.py, layer/adapted.py, tensors.py
+covers: layer/products.py, layer/adapted_linear.py, tensors.py
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 import streambp
-from streambp.layer import adapted, products
+from streambp.layer import adapted_linear, products
 from tests import zoo
 from tests.families import build, make_batch
 from tests.oracle import gradients, worst_error
@@ -65,8 +65,8 @@ def test_the_layer_streams(make, float64_oracle):
 def test_mutant_views_from_functions(monkeypatch):
     """torch refuses to write to a view that a Function has made. From torch 2.15 on a Linear with a
     bias returns no view."""
-    monkeypatch.setattr(products, "unviewed", lambda result: result)
-    monkeypatch.setattr(adapted, "unviewed", lambda result, shape: result.view(shape))
+    monkeypatch.setattr(products, "strip_view", lambda result: result)
+    monkeypatch.setattr(adapted_linear, "strip_view", lambda result, shape: result.view(shape))
     weight, bias = torch.randn(5, 4), torch.randn(5)
     if torch.nn.functional.linear(torch.randn(2, 3, 4), weight, bias)._is_view():
         model = streambp.patch(with_bias(), CONFIG)

@@ -1,7 +1,7 @@
 """Losses that models and users write on logits that do not exist: computed exactly, and without
 logits where possible.
 
-covers: lazy/deferred.py
+covers: lazy/lazy_hidden.py
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ BLOCKWISE = {
         input=torch.mul(input=z, other=0.5).view(-1, VOCABULARY), target=y.flatten()
     ),
 }
-BUILT = {
+COMPLETE_TENSOR_USES = {
     "classes second": lambda z, y: F.cross_entropy(z.transpose(1, 2), y),
     "label smoothing": lambda z, y: F.cross_entropy(
         z.view(-1, VOCABULARY), y.flatten(), label_smoothing=0.1
@@ -98,11 +98,11 @@ BUILT = {
             family, name, marks=() if family == "qwen3" or number % 3 == 0 else pytest.mark.full
         )
         for family in ("qwen3", "gemma3")
-        for number, name in enumerate([*BLOCKWISE, *BUILT])
+        for number, name in enumerate([*BLOCKWISE, *COMPLETE_TENSOR_USES])
     ],
 )
 def test_loss_on_logits(family, name):
-    loss = {**BLOCKWISE, **BUILT}[name]
+    loss = {**BLOCKWISE, **COMPLETE_TENSOR_USES}[name]
     runs = []
     for patched in (False, True):
         model = build(family, torch.float64)

@@ -15,10 +15,10 @@ from tests import zoo
 from tests.families import build
 from tests.head.losses_on_logits import dpo, entropy_of
 from tests.lazy.test_lazy import IDS, OutputBackwardHookManager, lazy
-from tests.oracle import EXACT, worst_error
+from tests.oracle import MAX_FLOAT64_ERROR, worst_error
 
 pytestmark = pytest.mark.usefixtures("float64_oracle")
-BESIDES = "blockwise loss, no logits; besides, "
+LOSS_TEXT_START = "blockwise loss, no logits; besides, "
 
 
 def metrics(logits, ids):
@@ -48,7 +48,7 @@ def compare(use, **arguments):
     our_step = step(lazy(model), use, **arguments)
     for ours, theirs in zip(our_step[:2], expected[:2], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=0)
-    assert worst_error(our_step[2], expected[2]) <= EXACT
+    assert worst_error(our_step[2], expected[2]) <= MAX_FLOAT64_ERROR
     return model
 
 
@@ -56,11 +56,11 @@ def compare(use, **arguments):
 @pytest.mark.parametrize(
     ("use", "head_text"),
     [
-        (metrics, BESIDES + "no logits: computed blockwise for log_softmax + exp"),
-        (dpo, BESIDES + "no logits: computed blockwise for gather, logsumexp"),
+        (metrics, LOSS_TEXT_START + "no logits: computed blockwise for log_softmax + exp"),
+        (dpo, LOSS_TEXT_START + "no logits: computed blockwise for gather, logsumexp"),
         (
             lambda z, y: z.cumsum(-1).square().mean(),
-            BESIDES + "builds the logits: the program uses cumsum on them",
+            LOSS_TEXT_START + "builds the logits: the program uses cumsum on them",
         ),
     ],
     ids=["metrics", "a loss", "no rule"],
@@ -82,7 +82,7 @@ def test_heads_with_scale_softcap_and_bias_and_other_parts_of_the_loss(family):
     torch.testing.assert_close(
         torch.stack(our_step[:2]), torch.stack(expected[:2]), rtol=1e-12, atol=0
     )
-    assert worst_error(our_step[2], expected[2]) <= EXACT
+    assert worst_error(our_step[2], expected[2]) <= MAX_FLOAT64_ERROR
 
 
 def test_logits_that_nobody_uses_change_nothing():
@@ -123,20 +123,20 @@ def hooked_late_by_an_engine(use, first_use=None):
         return first_value + use(z, y)
 
     (*_, our_gradients) = step(lazy(model), hooked)
-    assert worst_error(our_gradients, expected) <= EXACT
+    assert worst_error(our_gradients, expected) <= MAX_FLOAT64_ERROR
     assert [len(shape) for shape in manager.shapes] == [1]
-    assert streambp.describe(model).head.startswith(BESIDES + "no logits")
+    assert streambp.describe(model).head.startswith(LOSS_TEXT_START + "no logits")
 
 
-LATE = {
+LATE_LABEL_USES = {
     "beside the model's loss": {"use": dpo},
     "beside the program's": {"use": dpo, "before": lambda z, y: z.logsumexp(-1).square().mean()},
 }
 
 
-@pytest.mark.parametrize("name", LATE)
+@pytest.mark.parametrize("name", LATE_LABEL_USES)
 def test_an_engines_hook_is_never_late(name):
-    hooked_late_by_an_engine(**LATE[name])
+    hooked_late_by_an_engine(**LATE_LABEL_USES[name])
 
 
 def test_an_engines_hook_on_logits_whose_classes_come_first():
@@ -154,7 +154,7 @@ def test_an_engines_hook_on_logits_whose_classes_come_first():
         {name: p.grad for name, p in trained_model.named_parameters()}
         for trained_model in (model, plain)
     )
-    assert worst_error(our_gradients, expected) <= EXACT
+    assert worst_error(our_gradients, expected) <= MAX_FLOAT64_ERROR
 
 
 def test_when_logits_are_beside_the_loss():

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 import streambp
 from streambp.lazy.dispatch import LazyLogits
 from tests.families import VOCABULARY, build, make_batch
-from tests.oracle import EXACT, worst_error
+from tests.oracle import MAX_FLOAT64_ERROR, worst_error
 from tests.seeds import seeded
 
 IDS = make_batch("plain")["input_ids"]
@@ -207,7 +207,7 @@ def test_programs(loss):
     )
     assert abs(value - expected_value) <= 1e-12 * abs(expected_value)
     assert our_gradients.keys() == expected.keys()
-    assert worst_error(our_gradients, expected) <= EXACT
+    assert worst_error(our_gradients, expected) <= MAX_FLOAT64_ERROR
 
 
 def test_writes_to_a_shared_part_are_refused():
@@ -304,7 +304,7 @@ def another_shape(logits, ids):
     return cross_entropy(logits[:1].squeeze_(0), ids[:1])
 
 
-REFUSED = {
+REFUSED_OPERATIONS = {
     written_by_a_function: "marks them dirty",
     written_by_a_function_on_the_way: "marks them dirty",
     hooked_afterwards: "register_hook comes after",
@@ -324,12 +324,12 @@ def program_is_refused(program):
     try:
         gradients_of(program, True)
     except streambp.StreamBPError as error:
-        return REFUSED[program] in str(error)
+        return REFUSED_OPERATIONS[program] in str(error)
     return False
 
 
 @pytest.mark.fast(3)
-@pytest.mark.parametrize("program", REFUSED, ids=lambda program: program.__name__)
+@pytest.mark.parametrize("program", REFUSED_OPERATIONS, ids=lambda program: program.__name__)
 def test_what_would_be_lost_without_a_word_is_refused(program):
     assert program_is_refused(program)
     assert gradients_of(program, False)[0].isfinite()

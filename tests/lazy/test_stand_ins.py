@@ -1,7 +1,7 @@
 """What takes the place of a stand-in in a graph is right or raises: no path loses a gradient
 without a word.
 
-covers: lazy/deferred.py, lazy/base.py
+covers: lazy/lazy_hidden.py, lazy/base.py
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import streambp
-from streambp.lazy import deferred
+from streambp.lazy import lazy_hidden
 from tests.families import VOCABULARY, build, make_batch
 from tests.oracle import gradients, worst_error
 
@@ -145,7 +145,7 @@ def focal(detach):
     return loss
 
 
-RIGHT = {
+CORRECT_USES = {
     "reentrant checkpoint": lambda z, y: checkpoint(cross_entropy, z, y, use_reentrant=True),
     "autograd.Function": fused,
     "autograd.Function of a part": lambda z, y: fused(z[:, 2:], y[:, 2:]) + cross_entropy(z, y),
@@ -192,17 +192,17 @@ def runs_of(loss, prepare=lambda model: None):
 
 
 @pytest.mark.fast(3)
-@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize("name", CORRECT_USES)
 def test_right(name):
     torch._dynamo.reset()
     (expected_loss, expected), (loss, our_gradients) = (
-        gradients(m, **make_batch("plain")) for m in runs_of(RIGHT[name])
+        gradients(m, **make_batch("plain")) for m in runs_of(CORRECT_USES[name])
     )
     assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
     assert worst_error(our_gradients, expected) <= 1e-10
 
 
-RAISES = {
+RAISING_USES = {
     "autograd.Function after a hook": lambda z, y: (
         z.register_hook(torch.neg),
         LogZ.apply(z).sum(),
@@ -241,9 +241,9 @@ def raises(step, *args):
     return False
 
 
-@pytest.mark.parametrize("name", RAISES)
+@pytest.mark.parametrize("name", RAISING_USES)
 def test_raises(name):
-    assert raises(step_of_a_patched_model, RAISES[name])
+    assert raises(step_of_a_patched_model, RAISING_USES[name])
 
 
 def test_no_path_to_a_parameter_leads_past_the_error():
@@ -260,7 +260,7 @@ def test_no_path_to_a_parameter_leads_past_the_error():
         untie(model)
         model.model.requires_grad_(False)
 
-    hooked_first = RAISES["autograd.Function after a hook"]
+    hooked_first = RAISING_USES["autograd.Function after a hook"]
     assert raises(step_of_a_patched_model, hooked_first, some)
     assert raises(step_of_a_patched_model, hooked_first, head, untie)
     assert raises(
@@ -273,7 +273,7 @@ def test_no_path_to_a_parameter_leads_past_the_error():
 
 def test_the_model_is_usable_after_the_error():
     (_, expected), _ = (gradients(m, **make_batch("plain")) for m in runs_of(cross_entropy))
-    *_, model = runs_of(RAISES["autograd.Function after a hook"])
+    *_, model = runs_of(RAISING_USES["autograd.Function after a hook"])
     assert raises(lambda: model(**make_batch("plain"), use_cache=False).loss.backward())
     model.loss_function = lambda logits, labels, *_, **__: cross_entropy(logits, labels)
     assert worst_error(gradients(model, **make_batch("plain"))[1], expected) <= 1e-10
@@ -365,7 +365,7 @@ class Equal(torch.autograd.Function):
         )
 
 
-PLACES = {
+OUTPUT_PLACES = {
     "F.linear": (F, "linear"), "F.cross_entropy": (F, "cross_entropy"), "torch.tanh": (torch, "tanh"),
     "Tensor.__truediv__": (torch.Tensor, "__truediv__"), "Tensor.__mul__": (torch.Tensor, "__mul__"),
     "Tensor.view": (torch.Tensor, "view"),
@@ -397,7 +397,7 @@ def check_unknown_functions(name, monkeypatch, package=None, loss=of_rules):
     (expected_loss, expected), _ = (gradients(m, **make_batch("plain")) for m in runs_of(loss))
     *_, ours = runs_of(loss)
     with monkeypatch.context() as within:
-        in_the_place_of(within, *PLACES[name], package)
+        in_the_place_of(within, *OUTPUT_PLACES[name], package)
         found_loss, our_gradients = gradients(ours, **make_batch("plain"))
         head = streambp.describe(ours).head
     assert abs(found_loss - expected_loss) <= 1e-12 * abs(expected_loss)
@@ -405,7 +405,7 @@ def check_unknown_functions(name, monkeypatch, package=None, loss=of_rules):
     return head
 
 
-@pytest.mark.parametrize("name", PLACES)
+@pytest.mark.parametrize("name", OUTPUT_PLACES)
 def test_equal_functions_in_the_place_of_those_with_a_rule(name, monkeypatch):
     assert check_unknown_functions(name, monkeypatch).startswith("builds the logits")
 
@@ -421,14 +421,14 @@ def test_deepspeeds_linear_keeps_the_loss_blockwise(monkeypatch):
 @pytest.mark.parametrize("name", ["F.linear", "Tensor.__truediv__"])
 def test_mutant_a_gradient_that_ends_at_its_place(name, monkeypatch):
     monkeypatch.setattr(
-        deferred.LazyHidden, "arrived", classmethod(lambda cls, ctx, gradient: None)
+        lazy_hidden.LazyHidden, "receive_gradient", classmethod(lambda cls, ctx, gradient: None)
     )
     with pytest.raises(AssertionError):
         check_unknown_functions(name, monkeypatch)
 
 
 def test_mutant_a_function_that_rules_pass_by(monkeypatch):
-    monkeypatch.setattr(deferred.LazyHidden, "has_own_node", lambda self: True)
+    monkeypatch.setattr(lazy_hidden.LazyHidden, "has_own_node", lambda self: True)
     with pytest.raises(AssertionError):
         test_right("autograd.Function with another gradient")
 
@@ -437,6 +437,6 @@ def test_mutant_a_function_that_rules_pass_by(monkeypatch):
     "name", ["autograd.Function after a hook", "autograd.Function after a write"]
 )
 def test_mutant_a_write_that_nobody_notes(name, monkeypatch):
-    monkeypatch.setattr(deferred.LazyHidden, "pass_by", lambda self, why: None)
+    monkeypatch.setattr(lazy_hidden.LazyHidden, "invalidate_node", lambda self, why: None)
     with pytest.raises(AssertionError):
         test_raises(name)

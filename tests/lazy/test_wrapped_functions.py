@@ -18,9 +18,9 @@ import streambp
 from streambp import foreign
 from streambp.errors import StreamBPError
 from streambp.foreign import torch_own
-from streambp.lazy import base, deferred, dispatch
+from streambp.lazy import base, dispatch, lazy_hidden
 from tests.families import VOCABULARY, build, make_batch
-from tests.oracle import EXACT, gradients, worst_error
+from tests.oracle import MAX_FLOAT64_ERROR, gradients, worst_error
 
 pytestmark = pytest.mark.usefixtures("float64_oracle")
 BATCH = make_batch("plain")
@@ -35,7 +35,7 @@ BINARY = (
 )  # fmt: skip
 # want a tensor for their second
 TENSORS = ("maximum", "minimum", "logaddexp", "xlogy", "logical_and", "logical_or")
-POSITIVE = (
+POSITIVE_INPUT_OPERATIONS = (
     "log",
     "log2",
     "log10",
@@ -58,8 +58,8 @@ ARGUMENTS = {
     "new_tensor": ([1.0, 2.0],), "__and__": (ONE_HOT > 0,), "__or__": (ONE_HOT > 0,),
     "register_hook": (lambda gradient: gradient * 0.5,),
 }  # fmt: skip
-OF_BOOLS = ("logical_not", "logical_and", "logical_or", "__invert__", "__and__", "__or__")
-IN_OTHER_PLACES = {
+BOOL_OPERATIONS = ("logical_not", "logical_and", "logical_or", "__invert__", "__and__", "__or__")
+OTHER_MODULES = {
     "where": (torch, Tensor),
     "linear": (F,),
     "cross_entropy": (F,),
@@ -80,9 +80,15 @@ def use(name, f, z):
             if f is torch.where
             else f(z, ONE_HOT > 0, 0.5)
         )
-    z = z * 0.1 + 2.0 if name in POSITIVE else z > 0 if name in OF_BOOLS else z
+    z = (
+        z * 0.1 + 2.0
+        if name in POSITIVE_INPUT_OPERATIONS
+        else z > 0
+        if name in BOOL_OPERATIONS
+        else z
+    )
     arguments = ARGUMENTS.get(name)
-    if arguments is None and name in dispatch.DIM:
+    if arguments is None and name in dispatch.DIM_ARGUMENT:
         arguments = (-1,)
     if arguments is None and (
         name.strip("_").lstrip("r") in BINARY
@@ -101,8 +107,8 @@ def total(result):
 
 
 def owners_of(name):
-    if name in IN_OTHER_PLACES:
-        return IN_OTHER_PLACES[name]
+    if name in OTHER_MODULES:
+        return OTHER_MODULES[name]
     owners = (Tensor,) if name.startswith("__") else (F, torch, Tensor)
     return [owner for owner in owners if callable(getattr(owner, name, None))]
 
@@ -110,11 +116,11 @@ def owners_of(name):
 # No `__getitem__`: once set on a class, it leaves a slot of C that takes tensors of no dimension
 # for sequences.
 NAMES = sorted(
-    {*deferred.LazyHidden.rules, *dispatch.ROW_RULES, *dispatch.LazyLogits.rules}
+    {*lazy_hidden.LazyHidden.rules, *dispatch.ROW_RULES, *dispatch.LazyLogits.rules}
     - {"__iter__", "__div__", "__rdiv__", "__getitem__"}
 )
 CASES = [(owner, name) for name in NAMES for owner in owners_of(name)]
-FAST = (
+FAST_CASES = (
     "cross_entropy",
     "log_softmax",
     "softmax",
@@ -206,7 +212,10 @@ def compare(owner, name, labelled, moment, by_functools=False):
         assert wrapper.calls == expected_calls > 0, (name, owner, wrapper.calls, expected_calls)
     assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss), (name, owner)
     assert our_gradients.keys() == expected.keys(), (name, owner)
-    assert not our_gradients or worst_error(our_gradients, expected) <= EXACT, (name, owner)
+    assert not our_gradients or worst_error(our_gradients, expected) <= MAX_FLOAT64_ERROR, (
+        name,
+        owner,
+    )
     return streambp.describe(ours).head
 
 
@@ -237,7 +246,7 @@ def models():
     ],
 )
 def test_a_wrapper_runs_as_often_as_with_real_logits(labelled, moment, names):
-    cases = [case for case in CASES if names == "all" or case[1] in FAST]
+    cases = [case for case in CASES if names == "all" or case[1] in FAST_CASES]
     blockwise = set()
     for number, (owner, name) in enumerate(cases):
         head = compare(owner, name, labelled, moment, by_functools=number % 2 == 0)
@@ -278,12 +287,12 @@ def test_a_z_loss_and_a_module_that_holds_torchs_own_function(monkeypatch, loss,
         runs.append(gradients(model, **BATCH))
     (expected_loss, expected), (ours, of_ours) = runs
     assert abs(ours - expected_loss) <= 1e-12 * abs(expected_loss)
-    assert worst_error(of_ours, expected) <= EXACT
+    assert worst_error(of_ours, expected) <= MAX_FLOAT64_ERROR
     assert streambp.describe(MODELS["ours"]).head.startswith(head)
 
 
 def test_a_function_that_was_wrapped_before_streambp_was_imported(monkeypatch):
-    monkeypatch.setattr(foreign, "KEPT", {})
+    monkeypatch.setattr(foreign, "ORIGINAL_FUNCTIONS", {})
     assert "blockwise loss" in compare(F, "cross_entropy", True, "after patch")
 
 
@@ -303,7 +312,7 @@ def test_one_function_in_the_place_of_two_methods_is_refused(monkeypatch):
 def test_mutant_the_function_that_stands_under_the_name_is_called(
     monkeypatch, owner, name, labelled
 ):
-    monkeypatch.setattr(base, "asked_of", lambda func: func)
+    monkeypatch.setattr(base, "torch_function_of", lambda func: func)
     with pytest.raises(AssertionError):
         compare(owner, name, labelled, "after patch")
 

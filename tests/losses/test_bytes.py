@@ -1,7 +1,7 @@
 """Memory of the objectives with their head, counted on meta: h = 4096, a vocabulary of 151,936,
 bf16.
 
-covers: head/__init__.py, head/one_pass.py, head/recipe.py, lazy/dispatch.py, lazy/deferred.py
+covers: head/__init__.py, head/one_pass.py, head/recipe.py, lazy/dispatch.py, lazy/lazy_hidden.py
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from examples.objectives import dpo_loss, grpo_loss, sft_loss
 from streambp.head import token_log_probs
-from streambp.head.one_pass import Pending
+from streambp.head.one_pass import PendingGradients
 from streambp.head.recipe import HeadRequest, LogitsExpression
-from streambp.lazy.deferred import LazyHidden
 from streambp.lazy.dispatch import lazy_logits
+from streambp.lazy.lazy_hidden import LazyHidden
 from streambp.losses import ppo_loss
 from streambp.planner.count import LiveBytes
 from tests.head import losses_on_logits
@@ -74,7 +74,7 @@ def test_slope_a_token(name):
     assert growth <= 8.5 * KB
 
 
-ON_LOGITS = {
+LOGITS_LOSSES = {
     name: getattr(losses_on_logits, name)
     for name in ("dpo_by_log_softmax", "kto", "dft", "label_smoothing", "entropy_from_softmax")
 } | {"grpo": lambda logits, ids: losses_on_logits.grpo(logits.float(), ids, ids.shape[1] - 1, 2048)}
@@ -86,7 +86,7 @@ def step_on_logits(loss, length, rows=2):
     hidden = empty(rows, length, WIDTH).requires_grad_()
     weight = empty(VOCABULARY, WIDTH).requires_grad_()
     ids = torch.empty(rows, length, dtype=torch.long, device="meta")
-    request = HeadRequest(Pending())
+    request = HeadRequest(PendingGradients())
     with LiveBytes() as count:
         logits = lazy_logits(
             LazyHidden.make(hidden, LogitsExpression(request, weight=weight, logits=True)), request
@@ -97,11 +97,11 @@ def step_on_logits(loss, length, rows=2):
 
 
 @pytest.mark.fast(3)
-@pytest.mark.parametrize("name", ON_LOGITS)
+@pytest.mark.parametrize("name", LOGITS_LOSSES)
 def test_slope_a_token_on_logits(name):
     short, long = 2048, 4096
     (short_step, request), (long_step, _) = (
-        step_on_logits(ON_LOGITS[name], length) for length in (short, long)
+        step_on_logits(LOGITS_LOSSES[name], length) for length in (short, long)
     )
     growth = (long_step.peak - short_step.peak) / (2 * (long - short))
     print(f"{name}, on logits: head and objective beyond their input: {growth / KB:.3f} KB a token")

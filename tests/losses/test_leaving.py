@@ -17,7 +17,7 @@ from streambp import losses
 EXAMPLE = Path(__file__).parents[2] / "examples" / "objectives.py"
 
 
-@pytest.mark.parametrize("name", losses.LEAVING)
+@pytest.mark.parametrize("name", losses.DEPRECATED_NAMES)
 def test_a_warning_names_the_example(name):
     with pytest.warns(
         FutureWarning, match=rf"Copy examples/objectives\.py, which has {name}:"

@@ -25,7 +25,7 @@ from examples.objectives import (
 )
 from streambp.head import blocks, token_log_probs
 from streambp.losses import gae, ppo_loss, whiten
-from streambp.losses.ppo import EPS
+from streambp.losses.ppo import WHITEN_EPS
 from tests.families import build
 from tests.oracle import assert_as_precise, relative_l2
 from tests.seeds import seeded
@@ -314,17 +314,17 @@ def test_ppo_clips_by_hand():
 def test_whiten_adds_its_eps_to_the_variance(spread):
     values = 3.0 + spread * torch.randn(2, 5, generator=seeded(3), dtype=torch.float64)
     mask = torch.ones(2, 5, dtype=torch.bool)
-    expected = (values - values.mean()) / (values.var(correction=0) + EPS).sqrt()
+    expected = (values - values.mean()) / (values.var(correction=0) + WHITEN_EPS).sqrt()
     torch.testing.assert_close(whiten(values, mask), expected, rtol=1e-9, atol=1e-9)
     assert "1e-8" in whiten.__doc__
-    assert EPS == 1e-8
+    assert WHITEN_EPS == 1e-8
 
 
 @pytest.mark.parametrize("place", ["variance", "docstring"])
 def test_a_whiten_of_another_eps_turns_that_red(place, monkeypatch):
     test_whiten_adds_its_eps_to_the_variance(1e-5)
     if place == "variance":
-        monkeypatch.setattr("streambp.losses.ppo.EPS", 1e-6)
+        monkeypatch.setattr("streambp.losses.ppo.WHITEN_EPS", 1e-6)
     else:
         monkeypatch.setattr(whiten, "__doc__", "Return the values with mean 0 and variance 1.")
     with pytest.raises(AssertionError):

@@ -26,8 +26,8 @@ from streambp.losses import gae, ppo, ppo_loss, whiten
 from tests.seeds import seeded
 
 ROWS, LENGTH = 4, 7
-OUTSIDE = (math.nan, math.inf, -math.inf)
-GIVEN = {
+MASKED_VALUES = (math.nan, math.inf, -math.inf)
+LOSS_ARGUMENTS = {
     "beta": 0.1, "max_completion_length": 9, "num_items": 11, "entropy_coef": 0.1, "label_smoothing": 0.1,
     "value_coef": 0.5,
 }  # fmt: skip
@@ -109,7 +109,7 @@ def result(name, mask, spoiled=None, outside=0.0):
         values = torch.where(mask, values, outside if argument == spoiled else 0.0)
         leaves[argument] = values.requires_grad_()
     parameters = inspect.signature(SIGNATURES[kind_of(name)]).parameters
-    settings = {key: value for key, value in GIVEN.items() if key in parameters}
+    settings = {key: value for key, value in LOSS_ARGUMENTS.items() if key in parameters}
     value = FUNCTIONS[name](**leaves, mask=mask, **settings)
     return value, torch.autograd.grad(value, list(leaves.values()), allow_unused=True)
 
@@ -122,7 +122,7 @@ def test_values_outside_of_the_mask_do_not_count(name):
 def check(name):
     mask = masks()
     expected, gradients = result(name, mask)
-    for spoiled, outside in itertools.product(TOKENS[kind_of(name)], OUTSIDE):
+    for spoiled, outside in itertools.product(TOKENS[kind_of(name)], MASKED_VALUES):
         value, gradient = result(name, mask, spoiled, outside)
         assert torch.equal(value, expected), (spoiled, outside)
         for ours, theirs in zip(gradient, gradients, strict=True):

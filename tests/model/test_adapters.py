@@ -12,17 +12,17 @@ import pytest
 import torch
 
 import streambp
-from streambp.layer import adapted as operation
+from streambp.layer import adapted_linear as operation
 from tests.families import build, make_batch
 from tests.oracle import gradients, worst_error
 from tests.seeds import seed_torch
 
 peft = pytest.importorskip("peft", reason="adapters need peft")
 
-BAR = 1e-12
+MAX_RELATIVE_ERROR = 1e-12
 CONFIG = streambp.StreamConfig(chunk_size=5, unpatched_runs=False)
 STEPS = 2
-WAYS = {"unpatched, then patched": (False, True), "patched, then unpatched": (True, False)}
+PATCH_ORDERS = {"unpatched, then patched": (False, True), "patched, then unpatched": (True, False)}
 
 
 def make_model(patched, folder=None):
@@ -64,17 +64,17 @@ def through_a_folder(ways, folder, calls):
     return weights_of(model)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", PATCH_ORDERS)
 def test_training_goes_on_from_a_saved_adapter(way, tmp_path, calls, float64_oracle):
     expected = through_a_folder((False, False), tmp_path / "stock", calls)
-    grads = through_a_folder(WAYS[way], tmp_path / "ours", calls)
-    assert worst_error(grads, expected) <= BAR
+    grads = through_a_folder(PATCH_ORDERS[way], tmp_path / "ours", calls)
+    assert worst_error(grads, expected) <= MAX_RELATIVE_ERROR
 
 
 @pytest.mark.full
 def test_mutant(tmp_path, calls, float64_oracle, monkeypatch):
     """Adapters without their scale."""
-    monkeypatch.setattr(operation.Scale, "b", 1.0)
+    monkeypatch.setattr(operation.AdapterScale, "b", 1.0)
     with pytest.raises(AssertionError):
         test_training_goes_on_from_a_saved_adapter("patched, then unpatched", tmp_path, calls, None)
 
@@ -91,10 +91,10 @@ def test_a_merged_model(calls, float64_oracle):
     """It has the same weights, and trains all of them without adapters."""
     models = [model.merge_and_unload().requires_grad_(True) for model in train_both(calls)]
     stock, ours = models
-    assert worst_error(weights_of(ours), weights_of(stock)) <= BAR
+    assert worst_error(weights_of(ours), weights_of(stock)) <= MAX_RELATIVE_ERROR
     calls.clear()
     expected, grads = (gradients(model, **make_batch("plain"))[1] for model in models)
-    assert worst_error(grads, expected) <= BAR
+    assert worst_error(grads, expected) <= MAX_RELATIVE_ERROR
     assert not calls
     assert "with adapters" not in str(streambp.describe(ours))
 
@@ -108,15 +108,15 @@ def test_adapters_that_are_switched_off_for_a_while(calls, float64_oracle):
     for model in models:
         with model.disable_adapter(), torch.no_grad():
             losses.append(model(**batch, use_cache=False).loss)
-    assert abs(losses[1] - losses[0]) <= BAR * abs(losses[0])
+    assert abs(losses[1] - losses[0]) <= MAX_RELATIVE_ERROR * abs(losses[0])
     assert not calls
     for model in models:
         steps_of(model, STEPS, calls)
     stock, ours = models
-    assert worst_error(weights_of(ours), weights_of(stock)) <= BAR
+    assert worst_error(weights_of(ours), weights_of(stock)) <= MAX_RELATIVE_ERROR
     twin = copy.deepcopy(ours)
     streambp.unpatch(twin)
     calls.clear()
     grads, expected = (gradients(model, **batch)[1] for model in (twin, stock))
-    assert worst_error(grads, expected) <= BAR
+    assert worst_error(grads, expected) <= MAX_RELATIVE_ERROR
     assert not calls

@@ -20,7 +20,7 @@ from tests.families import build, make_batch
 from tests.liger_stand_in import NORM, bind, own_attributes, stand_in, write_module
 from tests.oracle import gradients, relative_l2
 
-BAR = 1e-6  # of the whole gradient, in float32
+MAX_RELATIVE_ERROR = 1e-6  # of the whole gradient, in float32
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def test_kernels_of_other_packages_are_named(liger):
     ours = copy.deepcopy(stock)
     expected = gradients(stock, **batch)[1]
     streambp.patch(ours, streambp.StreamConfig(chunk_size=7, saves=("attn_out",)))
-    assert relative_l2(gradients(ours, **batch)[1], expected) <= BAR
+    assert relative_l2(gradients(ours, **batch)[1], expected) <= MAX_RELATIVE_ERROR
     norms = "self_attn.q_norm, self_attn.k_norm, input_layernorm, post_attention_layernorm"
     assert (
         f"forwards of liger_kernels_cuda_1a2b compute {norms} of 2 layers"
@@ -68,7 +68,7 @@ def test_a_trainer_that_applies_them_to_a_patched_model(kernels, liger, monkeypa
             save_strategy="no", use_cpu=True, disable_tqdm=True, use_liger_kernel=True,
             liger_kernel_config={"fused_linear_cross_entropy": False},
         )  # fmt: skip
-        with fused_layers._names_put_back(model):
+        with fused_layers._restore_global_names(model):
             transformers.Trainer(model, arguments, train_dataset=rows).train()
         assert fused_layers.fused_modules(model.model.layers[0]).keys() == {"liger_kernel"}
         trained.append({name: p.detach() for name, p in model.named_parameters()})
@@ -96,7 +96,7 @@ class TestVerify:
         assert own_attributes(model) == attributes_before
 
     def test_sees_what_streaming_gets_wrong(self, liger, monkeypatch):
-        monkeypatch.setattr(trials, "_refillable", lambda products, *_: products)
+        monkeypatch.setattr(trials, "_find_refillable", lambda products, *_: products)
         assert not compare.verify(build("qwen3"), seq_len=97, kernels="liger").exact
 
     def test_says_that_no_truth_can_be_had(self, liger):

@@ -20,7 +20,7 @@ from streambp.model import causal_lm, state, wrappers
 from streambp.model.absent_cache import AbsentCache, NoCacheError
 from tests import zoo
 from tests.families import build, make_batch
-from tests.oracle import EXACT, worst_error
+from tests.oracle import MAX_FLOAT64_ERROR, worst_error
 from tests.versions import needs_states
 
 FAMILIES = (
@@ -31,7 +31,7 @@ FAMILIES = (
     pytest.param("lfm2", marks=needs_states),
     pytest.param("mamba2", marks=[needs_states, pytest.mark.full]),
 )
-HALF = 16
+HALF_LENGTH = 16
 needs_defaults = pytest.mark.skipif(
     not hasattr(generic, "merge_with_config_defaults"),
     reason="this transformers fills in no arguments from a config",
@@ -59,25 +59,32 @@ def on_top(model, cache):
 
 def truncated(model, ids, **asks):
     """The second half goes on from the first, through its cache."""
-    first = model(input_ids=ids[:, :HALF], labels=ids[:, :HALF], **asks)
+    first = model(input_ids=ids[:, :HALF_LENGTH], labels=ids[:, :HALF_LENGTH], **asks)
     second = model(
-        input_ids=ids[:, HALF:], labels=ids[:, HALF:], **on_top(model, cache_of(first)), **asks
+        input_ids=ids[:, HALF_LENGTH:],
+        labels=ids[:, HALF_LENGTH:],
+        **on_top(model, cache_of(first)),
+        **asks,
     )
     (first.loss + second.loss).backward()
 
 
 def without_labels(model, ids, **asks):
     """A prefix that nobody scores, and what comes after it."""
-    prefix = model(input_ids=ids[:, :HALF], **asks)
-    second = model(input_ids=ids[:, HALF:], labels=ids[:, HALF:], **on_top(model, cache_of(prefix)))
+    prefix = model(input_ids=ids[:, :HALF_LENGTH], **asks)
+    second = model(
+        input_ids=ids[:, HALF_LENGTH:],
+        labels=ids[:, HALF_LENGTH:],
+        **on_top(model, cache_of(prefix)),
+    )
     second.loss.backward()
 
 
 def of_the_backbone(model, ids, **asks):
     """The same by the model below the head."""
     backbone = model.base_model
-    prefix = backbone(input_ids=ids[:, :HALF], **asks)
-    second = backbone(input_ids=ids[:, HALF:], **on_top(backbone, cache_of(prefix)))
+    prefix = backbone(input_ids=ids[:, :HALF_LENGTH], **asks)
+    second = backbone(input_ids=ids[:, HALF_LENGTH:], **on_top(backbone, cache_of(prefix)))
     second.last_hidden_state.square().mean().backward()
 
 
@@ -86,10 +93,13 @@ PROGRAMS = (truncated, without_labels, of_the_backbone)
 
 def compare(name, program, **settings):
     stock = zoo.build(name)
-    ours, ids = patched(stock, **settings), make_batch("plain", length=2 * HALF + 1)["input_ids"]
+    ours, ids = (
+        patched(stock, **settings),
+        make_batch("plain", length=2 * HALF_LENGTH + 1)["input_ids"],
+    )
     for model in (stock, ours):
         program(model, ids, use_cache=True)
-    assert worst_error(grads_of(ours), grads_of(stock)) <= EXACT
+    assert worst_error(grads_of(ours), grads_of(stock)) <= MAX_FLOAT64_ERROR
     assert "asked for a cache (use_cache=True) ran unpatched" in str(streambp.describe(ours))
     return ours
 
@@ -110,7 +120,10 @@ def test_with_other_heads(settings):
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_cache_that_the_config_alone_asks_for_streams_and_raises_when_it_is_used(program):
-    ours, ids = patched(zoo.build("qwen3")), make_batch("plain", length=2 * HALF + 1)["input_ids"]
+    ours, ids = (
+        patched(zoo.build("qwen3")),
+        make_batch("plain", length=2 * HALF_LENGTH + 1)["input_ids"],
+    )
     assert ours.config.use_cache
     with pytest.raises(NoCacheError, match=r"Pass use_cache=True to the call"):
         program(ours, ids)
@@ -119,7 +132,7 @@ def test_a_cache_that_the_config_alone_asks_for_streams_and_raises_when_it_is_us
     stock = streambp.unpatch(copy.deepcopy(ours))
     stock.zero_grad()
     stock(input_ids=ids, labels=ids).loss.backward()
-    assert worst_error(grads_of(ours), grads_of(stock)) <= EXACT
+    assert worst_error(grads_of(ours), grads_of(stock)) <= MAX_FLOAT64_ERROR
     assert {layer.path for layer in streambp.describe(ours).layers} == {"streams"}
     assert "asked for a cache" not in str(streambp.describe(ours))
 

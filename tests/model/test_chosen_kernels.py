@@ -29,15 +29,15 @@ from tests.tiers import thinned
 from tests.versions import needs_states
 
 AUTO = streambp.StreamConfig(chunk_size=7)
-OWN = streambp.StreamConfig(chunk_size=7, kernels="own")
-BAR = 1e-6  # of the whole gradient, in float32
+OWN_KERNELS = streambp.StreamConfig(chunk_size=7, kernels="own")
+MAX_RELATIVE_ERROR = 1e-6  # of the whole gradient, in float32
 SAVES = ((), ("attn_out",), ("attn_out", "kv"), "auto")
 ROTATION = "the rotation of queries and keys"
 
 
 def with_accelerator(monkeypatch, kind="cpu"):
-    monkeypatch.setattr(chosen_kernels, "accelerator", lambda: torch.device(kind))
-    monkeypatch.setattr(chosen_kernels, "without_driver", lambda kind: None)
+    monkeypatch.setattr(chosen_kernels, "kernel_device", lambda: torch.device(kind))
+    monkeypatch.setattr(chosen_kernels, "why_no_driver", lambda kind: None)
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def calls(monkeypatch):
     return counts
 
 
-THIN = {
+SMALL_CONFIGS = {
     ("llama", "auto", "none"),
     ("qwen3", ("attn_out",), "cpu"),
     ("gemma3", (), "none"),
@@ -72,7 +72,9 @@ THIN = {
 @needs_states
 @pytest.mark.parametrize(
     ("family", "saves", "offload"),
-    thinned(itertools.product(FAMILIES, SAVES, ("none", "cpu")), lambda *case: case in THIN),
+    thinned(
+        itertools.product(FAMILIES, SAVES, ("none", "cpu")), lambda *case: case in SMALL_CONFIGS
+    ),
 )
 def test_gradients_are_those_of_the_unpatched_model_with_the_same_kernels(
     family, saves, offload, liger
@@ -89,7 +91,7 @@ def test_gradients_are_those_of_the_unpatched_model_with_the_same_kernels(
     liger(stock, {"rms_norm", "swiglu", *(["rope"] if rotates_halves else [])})
     expected_loss, expected = gradients(stock, **batch)
     assert abs(loss - expected_loss) <= 1e-6 * expected_loss
-    assert relative_l2(grads, expected) <= BAR
+    assert relative_l2(grads, expected) <= MAX_RELATIVE_ERROR
     described = streambp.describe(ours)
     assert {layer.path for layer in described.layers} == {"streams"}
     notes = " ".join(note for note in described.notes if "Liger's kernels compute" in note)
@@ -101,7 +103,7 @@ def test_gradients_are_those_of_the_unpatched_model_with_the_same_kernels(
 def test_an_accelerator_without_a_driver_of_tritons_has_the_models_kernels(monkeypatch):
     """Apple's, say, where liger-kernel can be installed."""
     stand_in(monkeypatch)
-    monkeypatch.setattr(chosen_kernels, "accelerator", lambda: torch.device("cpu"))
+    monkeypatch.setattr(chosen_kernels, "kernel_device", lambda: torch.device("cpu"))
     model = build("qwen3")
     attributes_before = own_attributes(model)
     streambp.patch(model, AUTO)
@@ -123,7 +125,7 @@ def test_experts_keep_their_own_forward(adapted, kernels, liger):
         )
     expected = gradients(model, **batch)[1]
     streambp.patch(model, streambp.StreamConfig(chunk_size=7, saves=(), kernels=kernels))
-    assert relative_l2(gradients(model, **batch)[1], expected) <= BAR
+    assert relative_l2(gradients(model, **batch)[1], expected) <= MAX_RELATIVE_ERROR
     assert any("input_layernorm" in note for note in streambp.describe(model).notes)
 
 
@@ -165,11 +167,11 @@ def test_tensors_of_another_device_are_computed_bit_for_bit_as_without(monkeypat
     stand_in(monkeypatch)
     with_accelerator(monkeypatch, "cuda")
     model = build("qwen3")
-    assert same_bits(model, AUTO, OWN, make_batch("plain"))
+    assert same_bits(model, AUTO, OWN_KERNELS, make_batch("plain"))
     assert not any(calls.values())
     streambp.patch(model, AUTO)
     assert model.model.layers[0].mlp.__dict__["forward"].__func__.kind == "cuda"
-    monkeypatch.setattr(fused_layers, "takes", lambda x, kind: True)
+    monkeypatch.setattr(fused_layers, "supports_input", lambda x, kind: True)
     gradients(model, **make_batch("plain"))
     assert all(calls.values())  # the mutant
 
@@ -182,7 +184,7 @@ def test_float64_is_computed_bit_for_bit_as_without(liger, calls):
 
 def test_without_an_accelerator_nothing_is_looked_for(monkeypatch):
     stand_in(monkeypatch)
-    monkeypatch.setattr(chosen_kernels, "accelerator", lambda: None)
+    monkeypatch.setattr(chosen_kernels, "kernel_device", lambda: None)
     monkeypatch.setattr(
         chosen_kernels, "install_kernels", lambda *_: pytest.fail("Liger was asked for")
     )
@@ -190,11 +192,11 @@ def test_without_an_accelerator_nothing_is_looked_for(monkeypatch):
     theirs = copy.deepcopy(model)
     notes = [
         streambp.describe(streambp.patch(m, config)).notes
-        for m, config in ((model, AUTO), (theirs, OWN))
+        for m, config in ((model, AUTO), (theirs, OWN_KERNELS))
     ]
     assert notes[0] == notes[1]
     assert not any(fused_layers.fused_modules(layer) for layer in model.model.layers)
-    assert same_bits(build("llama"), AUTO, OWN, make_batch("plain"))
+    assert same_bits(build("llama"), AUTO, OWN_KERNELS, make_batch("plain"))
 
 
 @pytest.mark.parametrize("why", ["not installed", "not known", "float64", "fails", "no driver"])
@@ -276,15 +278,15 @@ class TestTheRotation:
     def test_one_that_turns_otherwise_stays(self, liger, calls, monkeypatch):
         model = build("qwen3")
         monkeypatch.setattr(sys.modules[type(model).__module__], "apply_rotary_pos_emb", neighbours)
-        assert not chosen_kernels.turns_halves(neighbours)
+        assert not chosen_kernels.rotates_halves(neighbours)
         expected = gradients(model, **make_batch("plain"))[1]
         twin = copy.deepcopy(model)
         assert (
             relative_l2(gradients(streambp.patch(model, AUTO), **make_batch("plain"))[1], expected)
-            <= BAR
+            <= MAX_RELATIVE_ERROR
         )
         assert calls["Rotation"] == 0 < calls["Norm"]
-        monkeypatch.setattr(chosen_kernels, "turns_halves", lambda rotation: True)
+        monkeypatch.setattr(chosen_kernels, "rotates_halves", lambda rotation: True)
         grads = gradients(streambp.patch(twin, AUTO), **make_batch("plain"))[1]
         assert relative_l2(grads, expected) > 1e-3  # the mutant
         assert calls["Rotation"] > 0
@@ -297,14 +299,19 @@ class TestTheRotation:
         monkeypatch.setattr(sys.modules[type(model).__module__], "apply_rotary_pos_emb", neighbours)
         count_before = calls["Rotation"]
         expected = gradients(theirs, **batch)[1]
-        assert relative_l2(gradients(streambp.patch(model, AUTO), **batch)[1], expected) <= BAR
+        assert (
+            relative_l2(gradients(streambp.patch(model, AUTO), **batch)[1], expected)
+            <= MAX_RELATIVE_ERROR
+        )
         assert calls["Rotation"] == count_before
 
     def test_products_that_saves_names_are_not_written_over(self, liger, calls):
         model = build("llama")
         expected = gradients(model, **make_batch("plain"))[1]
         streambp.patch(model, streambp.StreamConfig(chunk_size=7, saves=("*",)))
-        assert relative_l2(gradients(model, **make_batch("plain"))[1], expected) <= BAR
+        assert (
+            relative_l2(gradients(model, **make_batch("plain"))[1], expected) <= MAX_RELATIVE_ERROR
+        )
         assert calls["Rotation"] == 0 < calls["Norm"]
 
     def test_calls_that_ligers_does_not_take(self):
@@ -312,7 +319,7 @@ class TestTheRotation:
             return "own"
 
         space = {"__name__": "modeling", "apply_rotary_pos_emb": own_rotation, "else": 1}
-        rotation = fused_layers.WithRotation(space, lambda *_: "fused", "cpu")
+        rotation = fused_layers.RotationGlobals(space, lambda *_: "fused", "cpu")
         q, part = torch.zeros(1, 2, 3, 8), torch.zeros(1, 3, 4)
         angles = torch.zeros(1, 3, 8)
         assert rotation.apply_rotary(q, q, angles, angles) == "fused"
@@ -331,11 +338,14 @@ def test_copies_and_pickles(liger):
     expected = gradients(model, **batch)[1]
     streambp.patch(model, AUTO)
     twin = copy.deepcopy(model)
-    assert relative_l2(gradients(pickle.loads(pickle.dumps(model)), **batch)[1], expected) <= BAR
+    assert (
+        relative_l2(gradients(pickle.loads(pickle.dumps(model)), **batch)[1], expected)
+        <= MAX_RELATIVE_ERROR
+    )
     streambp.unpatch(model)
     assert not fused_layers.fused_modules(model.model.layers[0])
     assert ROTATION in fused_layers.fused_modules(twin.model.layers[0])["liger_kernel"]
-    assert relative_l2(gradients(twin, **batch)[1], expected) <= BAR
+    assert relative_l2(gradients(twin, **batch)[1], expected) <= MAX_RELATIVE_ERROR
     streambp.unpatch(twin)
     grads = gradients(twin, **batch)[1]
     assert all(torch.equal(grads[name], gradient) for name, gradient in expected.items())
@@ -364,13 +374,13 @@ def test_modules_compiled_after_patch(liger, calls):
         kernel_forward = layer.mlp.forward.__func__
         kernel_forward.fused = torch.compiler.disable(kernel_forward.fused)
         layer.mlp.compile(backend="eager")
-    assert relative_l2(gradients(model, **batch)[1], expected) <= BAR
+    assert relative_l2(gradients(model, **batch)[1], expected) <= MAX_RELATIVE_ERROR
     assert calls["Gate"] > 0
     torch._dynamo.reset()
 
 
 def test_the_real_accelerator():
     """Whichever this process has; its answer is torch's."""
-    assert chosen_kernels.accelerator() == torch.accelerator.current_accelerator(
+    assert chosen_kernels.kernel_device() == torch.accelerator.current_accelerator(
         check_available=True
     )

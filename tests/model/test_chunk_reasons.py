@@ -22,10 +22,10 @@ from tests.prefixes import batches
 from tests.versions import needs_states
 
 REASONS = (
-    call.LONG_MASK,
-    call.LONG_DOCUMENTS,
-    call.LONG_FORKS,
-    call.LONG_STATES.format(2),
+    call.REASON_LONG_CHUNK_MASK,
+    call.REASON_LONG_CHUNK_DOCUMENTS,
+    call.REASON_LONG_CHUNK_FORKS,
+    call.REASON_LONG_CHUNK_STATES.format(2),
 )
 
 
@@ -40,8 +40,8 @@ def shared_prefix():
 
 
 CASES = {
-    "documents": (documents, call.LONG_DOCUMENTS),
-    "shared prefix": (shared_prefix, call.LONG_FORKS),
+    "documents": (documents, call.REASON_LONG_CHUNK_DOCUMENTS),
+    "shared prefix": (shared_prefix, call.REASON_LONG_CHUNK_FORKS),
 }
 
 
@@ -55,7 +55,7 @@ def check(case):
     with pytest.MonkeyPatch.context() as changes:
         # few tokens are not worth a packed row, or another chunk
         changes.setattr(calls, "find_tree", functools.partial(find_tree, min_prefix=8))
-        changes.setattr(calls, "A_CHUNK", 0)
+        changes.setattr(calls, "CHUNK_OVERHEAD_TOKENS", 0)
         model(**batch, use_cache=False).loss.backward()
     report = str(streambp.describe(model))
     assert f"tokens: {reason}" in report, report
@@ -72,25 +72,30 @@ def one_reason(reason):
     """Return a mutant: one reason for whatever makes a chunk longer."""
 
     def spoil(monkeypatch):
-        real = call.LayerCall._cut
+        real = call.LayerCall._set_plan
         monkeypatch.setattr(
-            call.LayerCall, "_cut", lambda self, plan, why: real(self, plan, reason)
+            call.LayerCall, "_set_plan", lambda self, plan, why: real(self, plan, reason)
         )
 
     return spoil
 
 
 def no_reason(monkeypatch):
-    monkeypatch.setattr(call.LayerCall, "_cut", lambda self, plan, why: setattr(self, "plan", plan))
+    monkeypatch.setattr(
+        call.LayerCall, "_set_plan", lambda self, plan, why: setattr(self, "plan", plan)
+    )
 
 
-STATES = ("lfm2", "plain", call.LONG_STATES.format(2))
-MASK = ("qwen3", "prefix", call.LONG_MASK)
+STATES = ("lfm2", "plain", call.REASON_LONG_CHUNK_STATES.format(2))
+MASK = ("qwen3", "prefix", call.REASON_LONG_CHUNK_MASK)
 MUTANTS = {
-    "documents as masks": (one_reason(call.LONG_MASK), lambda: check("documents")),
-    "forks as masks": (one_reason(call.LONG_MASK), lambda: check("shared prefix")),
-    "states as masks": (one_reason(call.LONG_MASK), lambda: check_reason(*STATES)),
-    "masks as states": (one_reason(call.LONG_STATES.format(2)), lambda: check_reason(*MASK)),
+    "documents as masks": (one_reason(call.REASON_LONG_CHUNK_MASK), lambda: check("documents")),
+    "forks as masks": (one_reason(call.REASON_LONG_CHUNK_MASK), lambda: check("shared prefix")),
+    "states as masks": (one_reason(call.REASON_LONG_CHUNK_MASK), lambda: check_reason(*STATES)),
+    "masks as states": (
+        one_reason(call.REASON_LONG_CHUNK_STATES.format(2)),
+        lambda: check_reason(*MASK),
+    ),
     "no reason": (no_reason, lambda: check_reason(*MASK)),
 }
 

@@ -38,10 +38,10 @@ def replaced_by_a_layer(model):
 
 
 def replaced_by_nothing(model):
-    model.model.layers[1] = Passed()
+    model.model.layers[1] = PassedModule()
 
 
-class Passed(nn.Module):
+class PassedModule(nn.Module):
     def forward(self, hidden_states, *args, **kwargs):
         return hidden_states
 
@@ -138,7 +138,8 @@ def test_what_a_wrapper_was_patched_with_is_told_and_taken_off_by_the_model_insi
 
 
 @pytest.mark.parametrize(
-    "broken", ["_layers", "_saves", "_describe_offload", "_describe_attention", "head_of", "_notes"]
+    "broken",
+    ["_layers", "_saves_texts", "_describe_offload", "_describe_attention", "head_text", "_notes"],
 )
 def test_a_part_that_cannot_be_told_says_why(broken, monkeypatch):
     model = streambp.patch(build("qwen3"), CONFIG)
@@ -178,8 +179,8 @@ def test_a_report_of_an_error_that_cannot_be_shown():
 @pytest.mark.parametrize(
     ("family", "mode", "why"),
     [
-        pytest.param("lfm2", "plain", call.LONG_STATES.format(2), marks=needs_states),
-        ("qwen3", "prefix", call.LONG_MASK),
+        pytest.param("lfm2", "plain", call.REASON_LONG_CHUNK_STATES.format(2), marks=needs_states),
+        ("qwen3", "prefix", call.REASON_LONG_CHUNK_MASK),
     ],
 )
 def test_why_a_chunk_is_longer_than_asked_for(family, mode, why):
@@ -198,7 +199,13 @@ def test_why_a_chunk_is_longer_than_asked_for(family, mode, why):
     model(**batch, use_cache=False).loss.backward()
     text = str(streambp.describe(model))
     assert f"tokens: {why}" in text
-    assert sum(reason in text for reason in (call.LONG_MASK, call.LONG_STATES.format(2))) == 1
+    assert (
+        sum(
+            reason in text
+            for reason in (call.REASON_LONG_CHUNK_MASK, call.REASON_LONG_CHUNK_STATES.format(2))
+        )
+        == 1
+    )
 
 
 def test_layers_that_another_module_calls():
@@ -210,6 +217,6 @@ def test_layers_that_another_module_calls():
         model.model.layers[0](x, position_embeddings=embedded)
     assert str(streambp.describe(model)).startswith("last step: none with gradients yet")
     model.model.layers[0](x, position_embeddings=embedded).sum().backward()
-    assert str(streambp.describe(model)).startswith(f"last step: {describing.APART}")
+    assert str(streambp.describe(model)).startswith(f"last step: {describing.OTHER_CALLER_TEXT}")
     model(**make_batch("plain", length=26), use_cache=False).loss.backward()
     assert str(streambp.describe(model)).startswith("last step: 52 tokens")

@@ -13,15 +13,15 @@ import torch
 
 import streambp
 from streambp.admission import trials
-from tests.model.test_encoder_decoders import CHUNK, LENGTH, MAKE, batch_of
-from tests.oracle import EXACT, worst_error
+from tests.model.test_encoder_decoders import CHUNK, LENGTH, MODEL_BUILDERS, batch_of
+from tests.oracle import MAX_FLOAT64_ERROR, worst_error
 from tests.seeds import seed_torch
 
 pytestmark = pytest.mark.usefixtures("float64_everywhere")
 
 
 def make_model(name):
-    model = MAKE[name]().train()
+    model = MODEL_BUILDERS[name]().train()
     model.set_attn_implementation("eager" if name == "t5gemma" else "sdpa")
     return model
 
@@ -41,7 +41,7 @@ def check(stock, step):
     for _ in range(2):
         ours_loss, grads = gradients(ours, step)
         assert abs(ours_loss - loss) <= 1e-12 * abs(loss)
-        assert worst_error(grads, expected) <= EXACT
+        assert worst_error(grads, expected) <= MAX_FLOAT64_ERROR
     assert {layer.path for layer in streambp.describe(ours).layers} == {"streams"}
     return ours
 
@@ -65,10 +65,10 @@ def test_a_frozen_decoder(name, trained):
 
 
 def test_the_mutant_that_tests_a_decoder_without_its_encoder_is_noticed(monkeypatch):
-    def without_leaves(call, x, chunks, stage, prefix, start, leaves, real=trials.rehearsed):
+    def without_leaves(call, x, chunks, stage, prefix, start, leaves, real=trials.rehearse):
         return real(call, x, chunks, stage, prefix, start)
 
-    monkeypatch.setattr(trials, "rehearsed", without_leaves)
+    monkeypatch.setattr(trials, "rehearse", without_leaves)
     with pytest.raises((AssertionError, streambp.StreamBPError)):
         test_a_frozen_decoder("whisper", "nothing")
 
@@ -87,7 +87,7 @@ def test_the_encoder_is_frozen_later(name):
                 parameter.requires_grad_(trained)
         _, expected = gradients(stock, lambda model: model(**batch).loss)
         _, grads = gradients(ours, lambda model: model(**batch).loss)
-        assert worst_error(grads, expected) <= EXACT
+        assert worst_error(grads, expected) <= MAX_FLOAT64_ERROR
 
 
 def inputs_of_the_encoder(batch):

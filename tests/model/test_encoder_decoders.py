@@ -37,9 +37,9 @@ from transformers import (
 import streambp
 from streambp.admission.own_run import StreamingMismatchError
 from streambp.attention import interface, masks
-from streambp.attention.kinds import Bidirectional
+from streambp.attention.kinds import BidirectionalAttention
 from streambp.layer.function import BackwardPass
-from tests.oracle import EXACT, worst_error
+from tests.oracle import MAX_FLOAT64_ERROR, worst_error
 from tests.seeds import seed_torch
 
 LENGTH = 22
@@ -112,7 +112,7 @@ def bigbird_pegasus():
     )
 
 
-MAKE = {
+MODEL_BUILDERS = {
     "bart": lambda: BartForConditionalGeneration(BartConfig(**SIZES, forced_eos_token_id=None)),
     "marian": lambda: MarianMTModel(MarianConfig(**SIZES, forced_eos_token_id=None)),
     "m2m100": lambda: M2M100ForConditionalGeneration(
@@ -123,7 +123,7 @@ MAKE = {
     "two berts": two_berts,
 }
 # the modules of their decoders say is_causal=False, and have a causal mask
-BY_MASK = {
+MASK_ARGUMENTS = {
     "bigbird_pegasus": bigbird_pegasus,
     "pegasus_x": lambda: PegasusXForConditionalGeneration(
         PegasusXConfig(**SIZES, block_size=4, num_global_tokens=2, forced_eos_token_id=None)
@@ -153,7 +153,7 @@ def gradients(model, batch):
 
 
 def check(name, source=19, implementation="sdpa", **settings):
-    stock = {**MAKE, **BY_MASK, "t5gemma2": t5gemma2}[name]().train()
+    stock = {**MODEL_BUILDERS, **MASK_ARGUMENTS, "t5gemma2": t5gemma2}[name]().train()
     if name != "t5gemma2":
         stock.set_attn_implementation(implementation)
     batch = batch_of(name, source)
@@ -162,7 +162,7 @@ def check(name, source=19, implementation="sdpa", **settings):
     for _ in range(2):
         ours_loss, grads = gradients(ours, batch)
         assert abs(ours_loss - loss) <= 1e-12 * abs(loss)
-        assert worst_error(grads, expected) <= EXACT
+        assert worst_error(grads, expected) <= MAX_FLOAT64_ERROR
     described = streambp.describe(ours)
     assert [layer.path for layer in described.layers] == ["streams"] * 2
     return described
@@ -171,7 +171,7 @@ def check(name, source=19, implementation="sdpa", **settings):
 @pytest.mark.fast(2)
 @pytest.mark.parametrize("settings", [{}, {"saves": ("attn_out",), "offload": "cpu"}], ids=str)
 @pytest.mark.parametrize("source", [LENGTH, 19], ids=["equal lengths", "other lengths"])
-@pytest.mark.parametrize("name", list(MAKE))
+@pytest.mark.parametrize("name", list(MODEL_BUILDERS))
 def test_exact(name, source, settings):
     """Two of the lengths are equal, so that no argument is cut by its shape alone."""
     for implementation in ("eager",) if name == "t5gemma" else ("sdpa", "eager"):
@@ -180,7 +180,7 @@ def test_exact(name, source, settings):
 
 
 @pytest.mark.parametrize("source", [LENGTH, 19], ids=["equal lengths", "other lengths"])
-@pytest.mark.parametrize("name", list(BY_MASK))
+@pytest.mark.parametrize("name", list(MASK_ARGUMENTS))
 def test_a_decoder_whose_mask_alone_is_causal(name, source):
     seed_torch()
     described = str(check(name, source, "eager", chunk_size=CHUNK))
@@ -196,7 +196,7 @@ def test_one_mask_for_a_decoder_and_its_encoder():
     assert "2 x T5Gemma2EncoderLayer" in described
 
 
-def causal_by_its_modules(self, *args, real=Bidirectional.take_mask):
+def causal_by_its_modules(self, *args, real=BidirectionalAttention.take_mask):
     """A mask that only sdpa may leave out makes eager attention run whole."""
     arguments = args[1]
     mask = arguments["attention_mask"]
@@ -204,7 +204,7 @@ def causal_by_its_modules(self, *args, real=Bidirectional.take_mask):
 
 
 def test_the_mutant_that_runs_causal_masks_whole_is_noticed(monkeypatch):
-    monkeypatch.setattr(Bidirectional, "take_mask", causal_by_its_modules)
+    monkeypatch.setattr(BidirectionalAttention, "take_mask", causal_by_its_modules)
     seed_torch()
     with pytest.raises(AssertionError):
         check("pegasus_x", 19, "eager", chunk_size=CHUNK)
@@ -220,7 +220,7 @@ def test_the_encoder_is_left_as_it_is():
 def test_an_encoder_row_of_padding_alone(implementation):
     """Eager attention takes the mean over all keys there."""
     seed_torch(3)
-    stock = MAKE["bart"]().train()
+    stock = MODEL_BUILDERS["bart"]().train()
     stock.set_attn_implementation(implementation)
     ours = streambp.patch(copy.deepcopy(stock), streambp.StreamConfig(chunk_size=CHUNK))
     batch = batch_of("bart", 19)
@@ -229,7 +229,7 @@ def test_an_encoder_row_of_padding_alone(implementation):
     expected_loss, expected = gradients(stock, batch)
     loss, grads = gradients(ours, batch)
     assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
-    assert worst_error(grads, expected) <= EXACT
+    assert worst_error(grads, expected) <= MAX_FLOAT64_ERROR
 
 
 def test_the_mutant_that_attends_by_sdpa_is_noticed(monkeypatch):
@@ -259,10 +259,10 @@ MUTANTS = {
         BackwardPass, "add", add_to_the_encoder_once, "bart", "sdpa",
     ),
     "the encoder's padding is read": (
-        masks.LazyMask, "over_keys", lambda self, is_added: None, "m2m100", "sdpa",
+        masks.LazyMask, "to_key_mask", lambda self, is_added: None, "m2m100", "sdpa",
     ),
     "a bool mask is added to the scores": (
-        masks.LazyMask, "over_keys",
+        masks.LazyMask, "to_key_mask",
         lambda self, is_added: self.description["attention_mask"].bool()[:, None, None],
         "bart", "eager",
     ),

@@ -25,9 +25,9 @@ from tests.oracle import gradients, worst_error
 from tests.versions import (
     INDEXERS_IN_CHUNKS,
     NOT_IN_FLOAT64,
-    NOW,
     SHARES_THROUGH_CACHE,
     STATES_IN_CHUNKS,
+    TRANSFORMERS_VERSION,
 )
 
 CHUNK_SIZES = (5, 16)
@@ -42,21 +42,21 @@ SAMPLE = (
     "granite_swa", "jamba", "lfm2", "llama4_text", "longcat_flash", "nanochat", "qwen3_moe", "qwen3_next", "bloom", "mamba",
     "recurrent_gemma", "zaya", "glm_moe_dsa", "inkling_text", "xlstm", "hrm_text", "inkling2_loop_text",
 )  # fmt: skip
-REFUSED = {
+REFUSED_FAMILIES = {
     "deepseek_v4": "picks among keys that it pools",
     "doge": "in which equal tokens tie",
     "openai-gpt": "no stack of transformers decoder layers",
     "rwkv": "writes its states in place, where no gradient follows",
 }
 # Exact, but these layers are not cut.
-WHOLE = {
+UNCHUNKED_FAMILIES = {
     "cpmant": "it attends by itself, without a 4-D attention mask",
     "qwen4_exp_text": "its forward does not work on chunks",
 }
-INDEXED = {"deepseek_v32", "glm_moe_dsa"}
+INDEXER_FAMILIES = {"deepseek_v32", "glm_moe_dsa"}
 # The names are those of the newest supported transformers; older ones know fewer families.
-EXACT = tuple(sorted(set(zoo.NAMES) - REFUSED.keys()))
-STREAMED = tuple(sorted(set(EXACT) - WHOLE.keys()))
+EXACT_FAMILIES = tuple(sorted(set(zoo.NAMES) - REFUSED_FAMILIES.keys()))
+STREAMED_FAMILIES = tuple(sorted(set(EXACT_FAMILIES) - UNCHUNKED_FAMILIES.keys()))
 # Padding alone reaches experts here. A packed row without padding gives them None, not zeros.
 READ_BY_PADDING = {("longcat_flash", "left-padded")}
 UNDEFINED = {("gemma3n_text", "left-padded"): "the unpatched model's gradients are NaN"}
@@ -117,12 +117,12 @@ def check(name, **changes):
         unchunked_reasons = {
             reason
             for reason in unchunked_reasons
-            if name in WHOLE or not any(text in reason for text in expected_reasons)
+            if name in UNCHUNKED_FAMILIES or not any(text in reason for text in expected_reasons)
         }
-    if name in INDEXED and not INDEXERS_IN_CHUNKS:
+    if name in INDEXER_FAMILIES and not INDEXERS_IN_CHUNKS:
         unchunked_reasons = set()
-    assert len(unchunked_reasons) == (name in WHOLE)
-    assert all(WHOLE[name] in reason for reason in unchunked_reasons)
+    assert len(unchunked_reasons) == (name in UNCHUNKED_FAMILIES)
+    assert all(UNCHUNKED_FAMILIES[name] in reason for reason in unchunked_reasons)
     return ours
 
 
@@ -167,7 +167,7 @@ def test_a_step_that_leaves_the_cache_to_the_config(name):
     assert worst_error(grads, expected) <= 1e-10
 
 
-class Sharing(torch.nn.Module):
+class SharingModel(torch.nn.Module):
     """Reads another layer's keys as Gemma 3n does in transformers 5.5."""
 
     def __init__(self, shared):
@@ -181,7 +181,7 @@ class Sharing(torch.nn.Module):
 def test_keys_that_are_shared_in_a_cache_alone(monkeypatch):
     """Calls that would have one unpatched are refused; one that says it wants none is as unpatched
     without."""
-    assert [shares_through_cache(Sharing(shared)) for shared in (2, 0)] == [True, False]
+    assert [shares_through_cache(SharingModel(shared)) for shared in (2, 0)] == [True, False]
     assert shares_through_cache(zoo.build("gemma3n_text").model) == SHARES_THROUGH_CACHE
     batch = make_batch("plain")
     monkeypatch.setattr(patching, "shares_through_cache", lambda backbone: True)
@@ -204,36 +204,40 @@ def test_keys_that_are_shared_in_a_cache_alone(monkeypatch):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("name", EXACT_FAMILIES)
 def test_family_is_exact(name):
     check(name)
 
 
 def test_a_hundred_families_in_the_newest_transformers():
-    if version.parse("5.24") <= NOW:
-        assert set(SAMPLE) <= set(STREAMED)
-        assert len(STREAMED) >= 100
+    if version.parse("5.24") <= TRANSFORMERS_VERSION:
+        assert set(SAMPLE) <= set(STREAMED_FAMILIES)
+        assert len(STREAMED_FAMILIES) >= 100
 
 
-@pytest.mark.parametrize("name", [name for name in REFUSED if name in zoo.NAMES])
+@pytest.mark.parametrize("name", [name for name in REFUSED_FAMILIES if name in zoo.NAMES])
 def test_refused_when_patched(name):
     model = zoo.build(name)
-    with pytest.raises(streambp.StreamBPError, match=f"cannot be streamed.*{REFUSED[name]}"):
+    with pytest.raises(
+        streambp.StreamBPError, match=f"cannot be streamed.*{REFUSED_FAMILIES[name]}"
+    ):
         streambp.patch(model)
     assert not any("forward" in module.__dict__ for module in model.modules())
     assert model(**make_batch("plain"), use_cache=False).loss.isfinite()
 
 
-FEW = {"falcon_h1": 2, "zamba2": 3, "zaya": 5, "jamba": 3, "qwen3": 2}
+FAMILY_LAYER_COUNTS = {"falcon_h1": 2, "zamba2": 3, "zaya": 5, "jamba": 3, "qwen3": 2}
 
 
 @pytest.mark.fast("2-qwen3", "3-jamba")
 @pytest.mark.parametrize(
     ("length", "name"),
     [
-        pytest.param(length, name, marks=() if FEW[name] == length else pytest.mark.full)
+        pytest.param(
+            length, name, marks=() if FAMILY_LAYER_COUNTS[name] == length else pytest.mark.full
+        )
         for length in (2, 3, 5)
-        for name in FEW
+        for name in FAMILY_LAYER_COUNTS
     ],
 )
 def test_few_tokens(name, length):
@@ -299,16 +303,16 @@ def test_experts_that_no_token_hits_have_no_gradient():
     assert torch.equal(grads[name].flatten(1).norm(dim=1) > 0, hit)
 
 
-CACHED = {
+CACHE_READING_FAMILIES = {
     "alibi in the mask": {"alibi": True},
     "alibi beside the mask": {"alibi": True, "attn": "eager"},
     "rotary": {},
 }
 
 
-@pytest.mark.parametrize("setting", CACHED)
+@pytest.mark.parametrize("setting", CACHE_READING_FAMILIES)
 def test_attention_over_what_a_cache_returns(setting):
-    changes = {"new_decoder_architecture": False, **CACHED[setting]}
+    changes = {"new_decoder_architecture": False, **CACHE_READING_FAMILIES[setting]}
     attention = changes.pop("attn", "sdpa")
     stock = zoo.build("falcon", **changes)
     stock.config._attn_implementation = attention

@@ -22,7 +22,7 @@ import streambp
 from streambp.admission import trials
 from streambp.errors import BackwardError, ConfigError, UnsupportedModelError
 from streambp.known_names import LIGERS_TABLE
-from streambp.layer.layer_state import Overwritten
+from streambp.layer.layer_state import OverwrittenTensors
 from streambp.model import chosen_kernels, fused_layers
 from streambp.offload import manager_of
 from tests.families import build, make_batch
@@ -35,10 +35,10 @@ from tests.tiers import thinned
 from tests.versions import needs_states
 
 LIGER = streambp.StreamConfig(chunk_size=7, kernels="liger")
-BAR = 1e-6  # of the whole gradient, in float32
+MAX_RELATIVE_ERROR = 1e-6  # of the whole gradient, in float32
 
 # What of Liger's a user has applied before `patch`, beside what `kernels="liger"` puts on.
-APPLIED = {
+APPLIED_KERNELS = {
     "norms": {"rms_norm"},
     "MLPs": {"swiglu"},
     "rotation": {"rope"},
@@ -56,7 +56,7 @@ def liger(monkeypatch):
 def is_refused(family, kernels, saves):
     """Llama's rotation writes over the products that are to be saved; norms come between in the
     others."""
-    return family == "llama" and saves == ("*",) and "rope" in APPLIED.get(kernels, ())
+    return family == "llama" and saves == ("*",) and "rope" in APPLIED_KERNELS.get(kernels, ())
 
 
 def error(liger, family, kernels, saves, offload):
@@ -67,7 +67,7 @@ def error(liger, family, kernels, saves, offload):
         liger(stock)
     else:
         for model in (stock, ours):
-            liger(model, APPLIED[kernels])
+            liger(model, APPLIED_KERNELS[kernels])
     expected_loss, expected = gradients(stock, **batch)
     by = "liger" if kernels == "liger" else "own"
     streambp.patch(
@@ -81,7 +81,7 @@ def error(liger, family, kernels, saves, offload):
     return relative_l2(grads, expected), ours
 
 
-THIN = {
+SMALL_CONFIGS = {
     ("llama", "liger", (), "none"), ("llama", "all of them", "auto", "none"), ("llama", "rotation", ("*",), "none"),
     ("qwen3", "liger", ("attn_out",), "cpu"), ("qwen3", "all of them", ("*",), "auto"),
     ("gemma3", "liger", ("*",), "none"), ("gemma3", "MLPs", "auto", "cpu"),
@@ -93,7 +93,8 @@ THIN = {
 @pytest.mark.parametrize(
     ("family", "kernels", "saves", "offload"),
     thinned(
-        itertools.product(FAMILIES, ("liger", *APPLIED), SAVES, OFFLOAD), lambda *case: case in THIN
+        itertools.product(FAMILIES, ("liger", *APPLIED_KERNELS), SAVES, OFFLOAD),
+        lambda *case: case in SMALL_CONFIGS,
     ),
 )
 def test_gradients_are_those_of_the_unpatched_model_with_the_same_kernels(
@@ -107,7 +108,7 @@ def test_gradients_are_those_of_the_unpatched_model_with_the_same_kernels(
             error(liger, family, kernels, saves, offload)
         return
     off, ours = error(liger, family, kernels, saves, offload)
-    assert off <= BAR
+    assert off <= MAX_RELATIVE_ERROR
     described = streambp.describe(ours)
     assert {layer.path for layer in described.layers} == {"streams"}
     notes = " ".join(note for note in described.notes if "Liger's kernels compute" in note)
@@ -119,14 +120,14 @@ def test_gradients_are_those_of_the_unpatched_model_with_the_same_kernels(
 MUTANTS = {
     "refill not tried": (
         trials,
-        "_refillable",
+        "_find_refillable",
         lambda layers, *_: layers,
         ("qwen3", "liger", (), "none"),
     ),
     "products not looked at": (
         trials,
-        "_writes",
-        lambda *_: Overwritten(),
+        "_find_writes",
+        lambda *_: OverwrittenTensors(),
         ("llama", "rotation", ("*",), "none"),
     ),
     "kernels not put on": (
@@ -192,7 +193,9 @@ def test_names_that_are_not_put_back_are_seen(liger, monkeypatch):
     monkeypatch.setattr(modeling, "added_by_liger", False, raising=False)
     monkeypatch.setattr(real, "added_by_liger", False, raising=False)
     names = names_of("qwen3")
-    monkeypatch.setattr(fused_layers, "_names_put_back", lambda causal: contextlib.nullcontext())
+    monkeypatch.setattr(
+        fused_layers, "_restore_global_names", lambda causal: contextlib.nullcontext()
+    )
     streambp.patch(model, LIGER)
     assert modeling.Qwen3RMSNorm is not real
     monkeypatch.setattr(modeling, "Qwen3RMSNorm", real)
@@ -205,7 +208,7 @@ def test_a_copy_is_taken_apart_by_itself(liger):
     streambp.patch(model, LIGER)
     twin = copy.deepcopy(model)
     streambp.unpatch(model)
-    assert relative_l2(gradients(twin, **batch)[1], expected) <= BAR
+    assert relative_l2(gradients(twin, **batch)[1], expected) <= MAX_RELATIVE_ERROR
     assert fused_layers.fused_modules(twin.model.layers[0])
     streambp.unpatch(twin)
     assert not fused_layers.fused_modules(twin.model.layers[0])
@@ -238,7 +241,7 @@ def test_adapters_inside(liger):
     expected = gradients(stock, **batch)[1]
     streambp.patch(ours, LIGER)
     off = relative_l2(gradients(ours, **batch)[1], expected)
-    assert off <= BAR
+    assert off <= MAX_RELATIVE_ERROR
 
 
 def in_float32(self, x):
@@ -262,14 +265,14 @@ class TestWhatLigerComputesOtherwise:
         return relative_l2(gradients(model, **batch)[1], expected)
 
     def test_another_activation(self, liger, monkeypatch):
-        assert self.check(build("llama", hidden_act="gelu"), "LlamaMLP") <= BAR
+        assert self.check(build("llama", hidden_act="gelu"), "LlamaMLP") <= MAX_RELATIVE_ERROR
         monkeypatch.setattr(fused_layers, "_differs", lambda *_: False)
         assert self.check(build("llama", hidden_act="gelu"), "", compares=False) > 1e-3
 
     def test_another_place_of_rounding(self, liger, monkeypatch):
         model = build("llama")
         monkeypatch.setattr(type(model.model.norm), "forward", in_float32)
-        assert self.check(model, "LlamaRMSNorm") <= BAR
+        assert self.check(model, "LlamaRMSNorm") <= MAX_RELATIVE_ERROR
         assert fused_layers.fused_modules(model.model.layers[0]) == {"liger_kernel": ["mlp"]}
 
     def test_a_block_without_an_activation(self, liger):
@@ -278,7 +281,7 @@ class TestWhatLigerComputesOtherwise:
         model = build("llama")
         for layer in model.model.layers:
             layer.mlp = RoutedMLP(layer.mlp)
-        assert self.check(model, "RoutedMLP") <= BAR
+        assert self.check(model, "RoutedMLP") <= MAX_RELATIVE_ERROR
         names = fused_layers.fused_modules(model.model.layers[0])["liger_kernel"]
         assert "mlp.inner" in names
         assert "mlp" not in names
@@ -367,8 +370,8 @@ def test_ligers_own_functions_are_taken_off(family, monkeypatch):
         assert {"input_layernorm", "mlp"} <= set(fused_layers.fused_modules(layer)["liger_kernel"])
     assert not model._streambp.fused.skipped_classes
     assert names_of(family) == names
-    monkeypatch.setattr(chosen_kernels, "accelerator", lambda: torch.device("cuda"))
-    monkeypatch.setattr(chosen_kernels, "without_driver", lambda kind: None)
+    monkeypatch.setattr(chosen_kernels, "kernel_device", lambda: torch.device("cuda"))
+    monkeypatch.setattr(chosen_kernels, "why_no_driver", lambda kind: None)
     streambp.patch(model, streambp.StreamConfig(chunk_size=7))
     for layer in model.model.layers:
         names_in = fused_layers.fused_modules(layer)["liger_kernel"]

@@ -30,12 +30,12 @@ from tests.seeds import seed_torch
 from tests.tiers import thinned
 from tests.versions import needs_states
 
-BAR = 1e-6  # of the whole gradient, in float32
+MAX_RELATIVE_ERROR = 1e-6  # of the whole gradient, in float32
 DENSE = ("llama", "qwen2", "qwen3", "mistral", "phi3", "olmo2", "gemma3")
 # two hybrids, one with a mixture; sinks
-OTHERS = ("qwen3_5_text", "lfm2", "granitemoehybrid", "qwen3_moe", "gpt_oss")
+OTHER_FAMILIES = ("qwen3_5_text", "lfm2", "granitemoehybrid", "qwen3_moe", "gpt_oss")
 FACTORS = (
-    (*DENSE, *OTHERS),
+    (*DENSE, *OTHER_FAMILIES),
     ("liger", "aot_eager", "inductor"),
     ((), ("attn_out",), ("attn_out", "kv"), ("*",), "auto"),
     ("none", "cpu"),
@@ -65,7 +65,7 @@ def covering(factors):
 
 
 ROWS = covering(FACTORS)
-FAST = {
+FAST_CASES = {
     next(row for row in ROWS if row[1] == by and row[5] == "float32" and row[0] in DENSE)
     for by in ("liger", "aot_eager")
 }
@@ -95,8 +95,8 @@ def kernels(monkeypatch):
         )
 
     table.update((KINDS.get(name, name), apply_gated) for name in FACTORS[0])
-    monkeypatch.setattr(chosen_kernels, "accelerator", lambda: torch.device("cpu"))
-    monkeypatch.setattr(chosen_kernels, "without_driver", lambda kind: None)
+    monkeypatch.setattr(chosen_kernels, "kernel_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(chosen_kernels, "why_no_driver", lambda kind: None)
     torch._dynamo.reset()
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
         yield
@@ -129,7 +129,7 @@ def with_kernels(model, config):
 @needs_states
 @pytest.mark.parametrize(
     ("family", "by", "saves", "offload", "training", "dtype"),
-    thinned(ROWS, lambda *row: row in FAST),
+    thinned(ROWS, lambda *row: row in FAST_CASES),
 )
 def test_covering_design(family, by, saves, offload, training, dtype, monkeypatch):
     monkeypatch.setattr(compiled_regions, "BACKEND", by)
@@ -151,7 +151,7 @@ def test_covering_design(family, by, saves, offload, training, dtype, monkeypatc
         assert abs(loss - expected_loss) <= 1e-6 * expected_loss
         off = relative_l2(grads, expected)
         print(f"{off:.1e}")
-        assert off <= BAR
+        assert off <= MAX_RELATIVE_ERROR
     else:
         assert_as_precise(errors(truth, stock, ours, family, training, batch))
     assert {layer.path for layer in streambp.describe(ours).layers} == {"streams"}

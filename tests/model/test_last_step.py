@@ -26,17 +26,17 @@ import streambp
 from streambp import integrations
 from streambp.integrations import StreamCallback
 from streambp.launch import process
-from streambp.launch.hook import VARIABLE, Hook
+from streambp.launch.hook import SETTINGS_VARIABLE, ImportHook
 from streambp.model import record as wording
 from streambp.model import trainer_logs, unpatched
 from streambp.model.record import (
     NOT_TRIED,
     HostTraffic,
-    Saved,
+    SavedTensors,
     StepMemory,
     StepRecord,
-    out_of,
-    sized,
+    share_text,
+    size_text,
 )
 from streambp.offload import free_memory
 from streambp.prefixes import calls
@@ -97,25 +97,28 @@ def numbers(**extra):
     }  # fmt: skip
 
 
-UNTOUCHED = "as the unpatched model"
+UNPATCHED_TEXT = "as the unpatched model"
 LINES = {  # by what the sentence says of a step: what lines must say, and may not
-    "streamed": ({"layers": "streams"}, (UNTOUCHED, "ran unpatched", "checkpoints", NOT_TRIED)),
+    "streamed": (
+        {"layers": "streams"},
+        (UNPATCHED_TEXT, "ran unpatched", "checkpoints", NOT_TRIED),
+    ),
     "kept its graph": (
         {"layers": "streams", "saves": "the graph"},
-        (UNTOUCHED, "ran unpatched", "checkpoints"),
+        (UNPATCHED_TEXT, "ran unpatched", "checkpoints"),
     ),
     "ran unpatched": (
         {
             "layers": "ran unpatched",
-            "saves": UNTOUCHED,
-            "head": UNTOUCHED,
+            "saves": UNPATCHED_TEXT,
+            "head": UNPATCHED_TEXT,
             "attention": "the model's own",
         },
         ("streams: ", "blockwise", "checkpoints", "nothing ("),
     ),
     "ran whole": (
         {"layers": "checkpoints", "saves": "nothing"},
-        ("streams: ", UNTOUCHED, "of 2 layers ("),
+        ("streams: ", UNPATCHED_TEXT, "of 2 layers ("),
     ),
     NOT_TRIED: (
         {"layers": NOT_TRIED, "saves": NOT_TRIED, "head": "no call yet"},
@@ -161,7 +164,7 @@ def check(model, described, added):
     assert fields(model) == pytest.approx(added, abs=1e-3)
 
 
-UNTRIED = """
+UNTRIED_TEXT = """
 last step: not tried yet
 layers      not tried yet: 2 x LlamaDecoderLayer (model.layers.0 .. model.layers.1)
 chunk_size  5
@@ -170,7 +173,7 @@ offload     nothing leaves the device
 attention   auto
 head        blockwise loss, no logits when labels are given; no call yet in training or with labels
 """
-FIRST = """
+FIRST_STEP_TEXT = """
 last step: 46 tokens (2 rows) in 5 chunks of 5 a row, streamed: saved layer inputs alone
 layers      streams: 2 x LlamaDecoderLayer (model.layers.0 .. model.layers.1)
 chunk_size  5
@@ -189,7 +192,7 @@ saves       kv of 2 layers (11.5 KiB)
             mlp.up_proj of 2 layers (14.4 KiB)
             attn_out of 2 layers (12.9 KiB)
             auto: a step without saves leaves 8.0 GiB free"""
-LONG = f"""
+LONG_STEP_TEXT = f"""
 last step: 46 tokens (2 rows) in 5 chunks of 5 a row, streamed: saved 87.7 KiB of 8.0 GiB free
 layers      streams: 2 x LlamaDecoderLayer (model.layers.0 .. model.layers.1)
 chunk_size  5{ITEMS}; at least 8.0 GiB stayed free
@@ -201,7 +204,7 @@ NAMES = (
     "kv, self_attn.q_proj, self_attn.k_proj, self_attn.v_proj, self_attn.o_proj, mlp.gate_proj, "
     "mlp.up_proj, attn_out"
 )
-LET_GO = f"""
+DROPPED_SAVES_TEXT = f"""
 last step: 46 tokens (2 rows) in 5 chunks of 5 a row, streamed: saved 87.7 KiB of 8.0 GiB free, and let go of it: less \
 memory was free than a chunk takes
 layers      streams: 2 x LlamaDecoderLayer (model.layers.0 .. model.layers.1)
@@ -232,10 +235,10 @@ offload     nothing leaves the device
 attention   auto; cpu flash in 2 layers
 head        blockwise loss, no logits
 """
-MIXES = "it mixes tokens outside of its attention (a convolution, a recurrence?)"
-WHOLE = f"""
-last step: 46 tokens (2 rows), ran whole under gradient checkpointing: {MIXES}
-layers      checkpoints: 2 x LlamaDecoderLayer (model.layers.0 .. model.layers.1), {MIXES}
+REASON_MIXES_TOKENS = "it mixes tokens outside of its attention (a convolution, a recurrence?)"
+UNCHUNKED_TEXT = f"""
+last step: 46 tokens (2 rows), ran whole under gradient checkpointing: {REASON_MIXES_TOKENS}
+layers      checkpoints: 2 x LlamaDecoderLayer (model.layers.0 .. model.layers.1), {REASON_MIXES_TOKENS}
 chunk_size  5 where layers stream
 saves       nothing (auto: layers that run whole keep their inputs alone)
 offload     nothing leaves the device
@@ -246,14 +249,14 @@ ONE_WHOLE = f"""
 last step: 46 tokens (2 rows) in 5 chunks of 5 a row, streamed, but 1 of 2 layers ran whole under gradient checkpointing: \
 saved layer inputs alone
 layers      streams: 1 x LlamaDecoderLayer (model.layers.0)
-            checkpoints: 1 x LlamaDecoderLayer (model.layers.1), {MIXES}
+            checkpoints: 1 x LlamaDecoderLayer (model.layers.1), {REASON_MIXES_TOKENS}
 chunk_size  5
 saves       nothing (auto: the first step counts what there is to save)
 offload     nothing leaves the device
 attention   auto; cpu flash in 1 layer
 head        blockwise loss, no logits
 """
-SHARED = """
+SHARED_ROWS_TEXT = """
 last step: 104 tokens (4 rows, computed as 53 tokens) in 8 chunks of 7, streamed: saved layer inputs alone
 layers      streams: 2 x LlamaDecoderLayer (model.layers.0 .. model.layers.1)
 chunk_size  7
@@ -266,8 +269,8 @@ note        rows: the last call's 4 rows of 104 tokens were computed as 53
 
 
 HEAD = "; head: blockwise loss, no logits"
-CUT = "46 tokens (2 rows) in 5 chunks of 5 a row, streamed: saved"
-ONE = "46 tokens (2 rows) in one chunk"
+CHUNKED_LINE = "46 tokens (2 rows) in 5 chunks of 5 a row, streamed: saved"
+ONE_CHUNK_LINE = "46 tokens (2 rows) in one chunk"
 
 
 def logged(*texts):
@@ -278,16 +281,16 @@ def test_steps_that_stream(machine, lines):
     """Two in chunks, one of which saves what fits, and one whose saves are let go of; evaluations
     are no steps."""
     model = patched()
-    check(model, UNTRIED, {})
+    check(model, UNTRIED_TEXT, {})
     with torch.no_grad():
         model.eval()(**make_batch("plain"))
     assert "last step: none with gradients yet\n" in str(streambp.describe(model)) + "\n"
     step(model.train())
-    check(model, FIRST, numbers())
+    check(model, FIRST_STEP_TEXT, numbers())
     step(model)
     with torch.no_grad():
         model.eval()(**make_batch("plain", length=9), use_cache=False)
-    check(model.train(), LONG, numbers(stream_free_gib=8.0))
+    check(model.train(), LONG_STEP_TEXT, numbers(stream_free_gib=8.0))
     step(model)
     record = streambp.last_step(model)
     handle = model.model.layers[1].register_forward_pre_hook(
@@ -295,7 +298,7 @@ def test_steps_that_stream(machine, lines):
     )
     step(model)
     handle.remove()
-    check(model, LET_GO, numbers(stream_free_gib=8.0, stream_let_go=1.0))
+    check(model, DROPPED_SAVES_TEXT, numbers(stream_free_gib=8.0, stream_let_go=1.0))
     assert (record.number, record.let_go, len(record.saved), record.saved_bytes) == (
         3,
         None,
@@ -303,9 +306,10 @@ def test_steps_that_stream(machine, lines):
         89792,
     )
     assert lines() == logged(
-        f"1: {CUT} layer inputs alone{HEAD}",
-        f"2: {CUT} 87.7 KiB of 8.0 GiB free ({NAMES}){HEAD}",
-        f"4: {CUT} 87.7 KiB of 8.0 GiB free, and let go of it: less memory was free than a chunk "
+        f"1: {CHUNKED_LINE} layer inputs alone{HEAD}",
+        f"2: {CHUNKED_LINE} 87.7 KiB of 8.0 GiB free ({NAMES}){HEAD}",
+        f"4: {CHUNKED_LINE} 87.7 KiB of 8.0 GiB free, and let go of it: less memory was free than "
+        "a chunk "
         f"takes ({NAMES}){HEAD}",
     )
 
@@ -332,11 +336,13 @@ def test_short_steps(machine, lines, monkeypatch):
     step(model)
     assert fields(model, callback)["stream_unpatched"] == 1.0
     assert lines() == logged(
-        f"1: {ONE}, streamed: saved layer inputs alone{HEAD}",
-        f"2: {ONE}, kept its graph: backward recomputed nothing, the graph took 151.7 KiB of 8.0 "
+        f"1: {ONE_CHUNK_LINE}, streamed: saved layer inputs alone{HEAD}",
+        f"2: {ONE_CHUNK_LINE}, kept its graph: backward recomputed nothing, the graph took 151.7 "
+        "KiB of 8.0 "
         f"GiB free{HEAD}",
-        f"1: {ONE}, streamed: saved layer inputs alone{HEAD}",
-        f"2: {ONE}, ran unpatched: it needs 198.0 KiB of 8.0 GiB free; head: as the unpatched "
+        f"1: {ONE_CHUNK_LINE}, streamed: saved layer inputs alone{HEAD}",
+        f"2: {ONE_CHUNK_LINE}, ran unpatched: it needs 198.0 KiB of 8.0 GiB free; head: as the "
+        "unpatched "
         "model computes it, from logits [B, T, V]: they fit many times over",
     )
 
@@ -345,10 +351,18 @@ def test_layers_that_run_whole(machine, lines, monkeypatch):
     model = build("llama")
     mix_neighbours(monkeypatch, model)
     step(patched(model))
-    check(model, WHOLE, numbers(stream_chunks=1, stream_chunk_size=LENGTH, stream_whole_layers=2))
-    assert streambp.last_step(model).whole == (("model.layers.0", MIXES), ("model.layers.1", MIXES))
+    check(
+        model,
+        UNCHUNKED_TEXT,
+        numbers(stream_chunks=1, stream_chunk_size=LENGTH, stream_whole_layers=2),
+    )
+    assert streambp.last_step(model).whole == (
+        ("model.layers.0", REASON_MIXES_TOKENS),
+        ("model.layers.1", REASON_MIXES_TOKENS),
+    )
     assert lines() == logged(
-        f"1: 46 tokens (2 rows), ran whole under gradient checkpointing: {MIXES}{HEAD}"
+        "1: 46 tokens (2 rows), ran whole under gradient checkpointing: "
+        f"{REASON_MIXES_TOKENS}{HEAD}"
     )
 
 
@@ -376,11 +390,11 @@ def test_one_layer_that_runs_whole(machine, lines, monkeypatch):
             "as the unpatched model computes it, from logits [B, T, V]: they fit many times over",
             "blockwise loss, no logits",
         ),
-        (LONG, "in 5 chunks of 5", "in 3 chunks of 8"),
-        (LET_GO, ", so all of it was let go of and recomputed", ""),
-        (WHOLE, "5 where layers stream", "5"),
+        (LONG_STEP_TEXT, "in 5 chunks of 5", "in 3 chunks of 8"),
+        (DROPPED_SAVES_TEXT, ", so all of it was let go of and recomputed", ""),
+        (UNCHUNKED_TEXT, "5 where layers stream", "5"),
         (GRAPH, "the graph of 2 layers (151.7 KiB)", "kv of 2 layers (11.5 KiB)"),
-        (UNTRIED, "not tried yet: 2 x", "streams: 2 x"),
+        (UNTRIED_TEXT, "not tried yet: 2 x", "streams: 2 x"),
         (
             ONE_WHOLE,
             "saves       nothing (auto: the first step counts what there is to save)",
@@ -404,7 +418,7 @@ def test_rows_that_begin_alike(machine, lines, monkeypatch):
         "stream_chunk_size": 7,
         "stream_shared_tokens": 53,
     }
-    check(model, SHARED, numbers(**shared))
+    check(model, SHARED_ROWS_TEXT, numbers(**shared))
     assert lines() == logged(
         "1: 104 tokens (4 rows, computed as 53 tokens) in 8 chunks of 7, streamed: saved layer "
         f"inputs alone{HEAD}"
@@ -423,7 +437,7 @@ class Reports(TrainerCallback):
         self.logs.append(dict(logs))
 
 
-LAUNCHED = """
+LAUNCHED_TEXT = """
 last step: 42 tokens (2 rows) in 5 chunks of 5 a row, streamed: saved kv
 layers      streams: 2 x Qwen3DecoderLayer (model.layers.0 .. model.layers.1)
 chunk_size  5
@@ -432,18 +446,20 @@ offload     nothing leaves the device
 attention   auto; cpu flash in 2 layers
 head        blockwise loss, no logits
 """
-TRAINED = numbers(stream_tokens=42)
+TRAINING_NUMBERS = numbers(stream_tokens=42)
 
 
 def check_trained(trainer, reports, lines, epochs=3):
     """The text, the line, and the fields in each of the logs of training, in none of the others."""
-    assert contradictions(LAUNCHED) == []
-    assert str(streambp.describe(trainer.model)) == LAUNCHED.strip("\n")
+    assert contradictions(LAUNCHED_TEXT) == []
+    assert str(streambp.describe(trainer.model)) == LAUNCHED_TEXT.strip("\n")
     assert lines() == [
         "Qwen3ForCausalLM: step 1: 42 tokens (2 rows) in 5 chunks of 5 a row, streamed: saved "
         f"kv{HEAD}"
     ]
-    expected = {name: value for name, value in TRAINED.items() if name != "stream_kept_gib"}
+    expected = {
+        name: value for name, value in TRAINING_NUMBERS.items() if name != "stream_kept_gib"
+    }
     for entries in (trainer.state.log_history, reports.logs):
         added = [
             {name: entry[name] for name in entry if name.startswith("stream_")} for entry in entries
@@ -456,9 +472,9 @@ def launched(monkeypatch):
     """A Trainer as it is in a launched process."""
     monkeypatch.setattr(process.atexit, "register", lambda function, **kwargs: None)
     monkeypatch.delenv("STREAMBP_LAUNCH_REPORT", raising=False)
-    monkeypatch.setenv(VARIABLE, '{"chunk_size": 5, "saves": ["kv"], "rows": "as_given"}')
+    monkeypatch.setenv(SETTINGS_VARIABLE, '{"chunk_size": 5, "saves": ["kv"], "rows": "as_given"}')
     module = SimpleNamespace(Trainer=type("Trainer", (Trainer,), {}))
-    Hook().change_trainer(module)
+    ImportHook().change_trainer(module)
     return module.Trainer
 
 
@@ -470,7 +486,7 @@ def test_under_launch(launched, lines, tmp_path, capsys):
     trainer.train()
     check_trained(trainer, reports, lines)
     assert (
-        "\n".join(f"streambp:   {line}" for line in LAUNCHED.strip("\n").splitlines())
+        "\n".join(f"streambp:   {line}" for line in LAUNCHED_TEXT.strip("\n").splitlines())
         in capsys.readouterr().err
     )
 
@@ -582,7 +598,7 @@ def trained_by_trl(tmp_path, reports, **settings):
 def test_trls_trainer(machine, lines, tmp_path):
     trainer = trained_by_trl(tmp_path, reports := Reports(), stream_saves=["kv"])
     one_chunk = (("42 tokens", "10 tokens"), ("5 chunks of 5 a row", "one chunk"))
-    expected = LAUNCHED.strip("\n")
+    expected = LAUNCHED_TEXT.strip("\n")
     for old_words, new_words in one_chunk:
         expected = expected.replace(old_words, new_words)
     assert str(streambp.describe(trainer.model)) == expected
@@ -594,7 +610,7 @@ def test_trls_trainer(machine, lines, tmp_path):
         added = {name: entry[name] for name in entry if name.startswith("stream_")}
         assert added == {
             name: {"stream_tokens": 10, "stream_chunks": 1}.get(name, value)
-            for name, value in TRAINED.items()
+            for name, value in TRAINING_NUMBERS.items()
             if name != "stream_kept_gib"
         }
 
@@ -603,7 +619,7 @@ SAVED_BY_DEFAULT = {
     "kv": "5.2", "attn_out": "5.9", "self_attn.q_proj": "5.2", "self_attn.k_proj": "2.6", "self_attn.v_proj": "2.6",
     "self_attn.o_proj": "5.2", "mlp.gate_proj": "7.9", "mlp.up_proj": "7.9",
 }  # fmt: skip
-BY_DEFAULT = LAUNCHED.replace(
+DEFAULT_TEXT = LAUNCHED_TEXT.replace(
     "streamed: saved kv", "streamed: saved 42.7 KiB of 8.0 GiB free"
 ).replace(
     "saves       kv",
@@ -618,16 +634,16 @@ BY_DEFAULT = LAUNCHED.replace(
 def test_the_default_under_launch(machine, launched, lines, tmp_path, monkeypatch):
     """Its first step counts, the others save what was counted; each is told in the same words
     thrice."""
-    monkeypatch.setenv(VARIABLE, '{"chunk_size": 5, "rows": "as_given"}')
+    monkeypatch.setenv(SETTINGS_VARIABLE, '{"chunk_size": 5, "rows": "as_given"}')
     module = SimpleNamespace(Trainer=type("Trainer", (Trainer,), {}))
-    Hook().change_trainer(module)
+    ImportHook().change_trainer(module)
     reports = Reports()
     trainer = module.Trainer(
         model_of(), arguments(tmp_path / "out"), train_dataset=rows(), callbacks=[reports]
     )
     trainer.train()
-    assert contradictions(BY_DEFAULT) == []
-    assert str(streambp.describe(trainer.model)) == BY_DEFAULT.strip("\n")
+    assert contradictions(DEFAULT_TEXT) == []
+    assert str(streambp.describe(trainer.model)) == DEFAULT_TEXT.strip("\n")
     line = (
         "Qwen3ForCausalLM: step {}: 42 tokens (2 rows) in 5 chunks of 5 a row, streamed: saved {}"
     )
@@ -641,8 +657,12 @@ def test_the_default_under_launch(machine, launched, lines, tmp_path, monkeypatc
             {name: entry[name] for name in entry if name.startswith("stream_")}
             for entry in entries[:3]
         ]
-        assert added[0] == TRAINED
-        assert added[1] == added[2] == pytest.approx({**TRAINED, "stream_free_gib": 8.0}, abs=1e-3)
+        assert added[0] == TRAINING_NUMBERS
+        assert (
+            added[1]
+            == added[2]
+            == pytest.approx({**TRAINING_NUMBERS, "stream_free_gib": 8.0}, abs=1e-3)
+        )
         assert added[1]["stream_kept_gib"] * GIB == 42.65625 * 1024
 
 
@@ -722,10 +742,10 @@ def test_offloaded_steps(lines):
     inputs, attended = 2 * 2 * LENGTH * 64, 2 * 2 * LENGTH * (64 + 4)
     assert record.host.out > attended - inputs > 0
     assert record.host.out == pytest.approx(model._streambp.offloader.transfers.bytes["out"] / 2)
-    assert record.saved == (Saved("attn_out", 2),)
+    assert record.saved == (SavedTensors("attn_out", 2),)
     assert (
-        str(record)
-        == f"46 tokens (2 rows) in 5 chunks of 5 a row, streamed: moved {sized(record.host.out)} to the host"
+        str(record) == "46 tokens (2 rows) in 5 chunks of 5 a row, streamed: moved "
+        f"{size_text(record.host.out)} to the host"
     )
     assert len(lines()) == 1
     assert {"stream_host_gib", "stream_stall_s"} < fields(model).keys()
@@ -734,7 +754,7 @@ def test_offloaded_steps(lines):
 RECORD = StepRecord(
     1, 1048, 1, "ran unpatched", 1048, 1, 36, "a head", memory=StepMemory(0.03 * GIB, 7.8 * GIB)
 )
-SAVED = (Saved("kv", 3, 2.0**30), Saved("attn_out", 2, 2.0**29))
+SAVED_TENSORS = (SavedTensors("kv", 3, 2.0**30), SavedTensors("attn_out", 2, 2.0**29))
 
 
 @pytest.mark.parametrize(
@@ -747,7 +767,7 @@ SAVED = (Saved("kv", 3, 2.0**30), Saved("attn_out", 2, 2.0**29))
             "in 4 chunks of 300, streamed: saved layer inputs alone",
         ),
         (
-            {"way": "streamed", "saved": SAVED, "whole": (("a", "b"),)},
+            {"way": "streamed", "saved": SAVED_TENSORS, "whole": (("a", "b"),)},
             "in one chunk, streamed, but 1 of 36 layers ran whole under gradient checkpointing: "
             "saved 1.5 of 7.8 GiB free",
         ),
@@ -780,10 +800,10 @@ def test_sizes():
         1.5 * 2**20: "1.5 MiB",
         139 * GIB: "139.0 GiB",
     }
-    assert {size: sized(size) for size in sizes} == sizes
+    assert {size: size_text(size) for size in sizes} == sizes
     parts = {0.005: "5.1 MiB of 7.8 GiB", 0.03: "0.03 of 7.8 GiB", 2.54: "2.5 of 7.8 GiB"}
-    assert {part: out_of(part * GIB, 7.8 * GIB) for part in parts} == parts
-    assert out_of(10, 500) == "10 B of 500 B"
+    assert {part: share_text(part * GIB, 7.8 * GIB) for part in parts} == parts
+    assert share_text(10, 500) == "10 B of 500 B"
 
 
 def test_numbers_of_a_device_that_tells():

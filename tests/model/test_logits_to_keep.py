@@ -25,14 +25,16 @@ SHARED_KV = {
     "num_kv_shared_layers": 2,
 }
 FAMILIES = {"qwen3": {}, "gemma4_text": SHARED_KV}
-SOME = torch.zeros(2, LENGTH, dtype=torch.bool)
-SOME[0, [3, 9, 10, 22]] = True
-SOME[1, [0, 1, 7, 21]] = True
+POSITION_MASK = torch.zeros(2, LENGTH, dtype=torch.bool)
+POSITION_MASK[0, [3, 9, 10, 22]] = True
+POSITION_MASK[1, [0, 1, 7, 21]] = True
 FORMS = {
-    "none": 0, "last one": 1, "last seven": 7, "all": LENGTH, "positions": torch.tensor([3, 4, 9, 22]), "mask": SOME[0],
-    "positions of each row": SOME.nonzero()[:, 1].view(2, 4), "mask of each row": SOME,
+    "none": 0, "last one": 1, "last seven": 7, "all": LENGTH,
+    "positions": torch.tensor([3, 4, 9, 22]), "mask": POSITION_MASK[0],
+    "positions of each row": POSITION_MASK.nonzero()[:, 1].view(2, 4),
+    "mask of each row": POSITION_MASK,
 }  # fmt: skip
-PER_ROW = "of each row"
+PER_ROW_MESSAGE = "of each row"
 
 
 def positions_kept(labels, form):
@@ -66,7 +68,7 @@ CASES = [("qwen3", form) for form in FORMS] + [
 )
 def test_exact(family, form, float64_oracle, attended_chunks):
     takes_rows = "logits_to_keep" in inspect.getsource(modeling_utils)
-    if PER_ROW in form and not takes_rows:
+    if PER_ROW_MESSAGE in form and not takes_rows:
         pytest.skip("this transformers knows no positions of each row")
     stock = zoo.build(family, **FAMILIES[family])
     ours = streambp.patch(copy.deepcopy(stock), streambp.StreamConfig(chunk_size=5))

@@ -1,6 +1,6 @@
 """Public functions that get something other than a model say so.
 
-covers: instance_forward.py, model/installed.py, model/warming.py, verify/compare.py
+covers: instance_forward.py, model/installed_patch.py, model/warm_up.py, verify/compare.py
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from tests.families import build, make_batch
 from tests.oracle import gradients, worst_error
 from tests.packed import packed_batch
 
-ACROSS = "The unpatched model would attend across them"
+ACROSS_DOCUMENTS_MESSAGE = "The unpatched model would attend across them"
 POSITIONS = {
     "restart": lambda length: torch.cat([torch.arange(9), torch.arange(length - 9)]),
     "skip": lambda length: torch.cat([torch.arange(9), torch.arange(length - 9) + 1000]),
@@ -59,7 +59,7 @@ def test_a_call_that_the_unpatched_model_attends_across(kind):
     (stock, ours), batch = model_and_ours(), batch_with(kind)
     messages, grads = step(ours, **batch)
     assert len(messages) == 1
-    assert ACROSS in messages[0]
+    assert ACROSS_DOCUMENTS_MESSAGE in messages[0]
     assert worst_error(grads, step(stock, **batch)[1]) >= 1e-3
     assert worst_error(grads, gradients(stock, **batch)[1]) <= 1e-10
     assert step(ours, **batch)[0] == [], "once"

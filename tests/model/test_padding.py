@@ -17,20 +17,29 @@ from streambp.admission import rehearsal
 from streambp.verify.compare import verify
 from tests import zoo
 from tests.families import LENGTH, build, make_batch
-from tests.model.test_families import EXACT
+from tests.model.test_families import EXACT_FAMILIES
 from tests.oracle import gradients, worst_error
 from tests.seeds import seed_torch
 from tests.tiers import thinned
 
-PADS = 7  # of the first row of a left-padded batch; the second has 2
-CACHED = ("bloom", "codegen", "falcon", "gpt_neo", "gptj", "mpt", "xglm", "inkling_text")
+PADDING_TOKENS = 7  # of the first row of a left-padded batch; the second has 2
+CACHED_MASK_FAMILIES = (
+    "bloom",
+    "codegen",
+    "falcon",
+    "gpt_neo",
+    "gptj",
+    "mpt",
+    "xglm",
+    "inkling_text",
+)
 EAGER = ("gemma2", "vaultgemma", "mimo_v2_flash")
 
 
 pytestmark = pytest.mark.usefixtures("float64_everywhere")
 
 
-def padded(labelled=None, pads=(PADS, 2), length=LENGTH):
+def padded(labelled=None, pads=(PADDING_TOKENS, 2), length=LENGTH):
     """A left-padded batch; only "after padding": its first real token alone is labelled, "others":
     all but that."""
     batch = make_batch("plain", length=length)
@@ -111,7 +120,7 @@ def cached(name):
     [
         pytest.param(first, name, marks=() if (number - order) % 3 == 0 else pytest.mark.full)
         for order, first in enumerate(["plain", "left-padded", "long padding"])
-        for number, name in enumerate(CACHED)
+        for number, name in enumerate(CACHED_MASK_FAMILIES)
     ],
 )
 def test_layers_that_attend_by_themselves_whatever_came_first(name, first):
@@ -138,7 +147,7 @@ def test_layers_that_attend_by_themselves_whatever_came_first(name, first):
         name
         if name in ("bloom", "falcon", "gptj", "mpt")
         else pytest.param(name, marks=pytest.mark.full)
-        for name in CACHED
+        for name in CACHED_MASK_FAMILIES
     ],
 )
 def test_what_padding_predicts_does_not_depend_on_chunks(name):
@@ -173,23 +182,24 @@ def check_zero():
     output = ours.transformer(
         inputs["input_ids"], attention_mask=inputs["attention_mask"], use_cache=False
     ).last_hidden_state
-    assert torch.equal(output[0, :PADS], hidden[0, :PADS])
-    assert not torch.equal(output[0, PADS:], hidden[0, PADS:])
+    assert torch.equal(output[0, :PADDING_TOKENS], hidden[0, :PADDING_TOKENS])
+    assert not torch.equal(output[0, PADDING_TOKENS:], hidden[0, PADDING_TOKENS:])
 
 
-FIRST = {"one token": 1, "two tokens": 2, "five tokens": 5}
+FIRST_TOKENS = {"one token": 1, "two tokens": 2, "five tokens": 5}
 
 
 @pytest.mark.fast(4)
 @pytest.mark.parametrize(
-    "first", [*FIRST, "padding alone", "position_ids of another length", "weights to be loaded"]
+    "first",
+    [*FIRST_TOKENS, "padding alone", "position_ids of another length", "weights to be loaded"],
 )
 @pytest.mark.parametrize("name", ["qwen3", "bloom"])
 def test_the_first_batch_decides_nothing(name, first):
     stock = zoo.build(name)
     ours = patched(stock)
-    if first in FIRST:
-        gradients(ours, **make_batch("plain", length=FIRST[first]))
+    if first in FIRST_TOKENS:
+        gradients(ours, **make_batch("plain", length=FIRST_TOKENS[first]))
     elif first == "padding alone":
         gradients(ours, **padded("others", (LENGTH - 2, LENGTH - 2)))
     elif first == "weights to be loaded":
@@ -274,7 +284,7 @@ def test_the_probe_leaves_the_random_numbers_alone():
 def test_probed_tokens_are_as_large_as_the_layers_own(scale):
     hidden_states = torch.randn(2, LENGTH, 64) * scale
     tokens = rehearsal.random_like(hidden_states)
-    assert tokens.shape == (2, rehearsal.TOKENS, 64)
+    assert tokens.shape == (2, rehearsal.MAX_TRIAL_TOKENS, 64)
     assert 0.8 < tokens.std() / (scale * 0.67 if scale else 1.0) < 1.2
 
 
@@ -309,7 +319,7 @@ def test_verify_does_not_blame_streaming_for_padding(name):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("name", EXACT_FAMILIES)
 def test_every_family_streams_the_same_layers_whatever_came_first(name):
     stock = zoo.build(name)
     layer_lists = []

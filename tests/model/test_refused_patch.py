@@ -1,7 +1,7 @@
 """A `patch` that is refused leaves what was there: an unpatched model as it was, a patched one with
 its patch.
 
-covers: model/undo.py, model/patching.py
+covers: model/patch_rollback.py, model/patching.py
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from transformers import modeling_utils
 
 import streambp
 from streambp.errors import ConfigError, MissingLibraryError, StreamBPError, UnsupportedModelError
-from streambp.model import installed, patching, undo
+from streambp.model import installed_patch, patch_rollback, patching
 from streambp.model.causal_lm import CausalLMForward
 from streambp.model.wrappers import BackboneForward, LayerForward
 from streambp.offload.manager import OffloadManager
 from tests.families import build, make_batch
 from tests.tiers import thinned
 
-STREAMED = streambp.StreamConfig(chunk_size=5, saves=("attn_out",))
-FIRST = {
-    "plain": STREAMED,
+STREAM_CONFIG = streambp.StreamConfig(chunk_size=5, saves=("attn_out",))
+EARLIER_PATCHES = {
+    "plain": STREAM_CONFIG,
     "defaults": streambp.StreamConfig(),
     "offload": streambp.StreamConfig(chunk_size=5, saves=("attn_out", "kv"), offload="cpu"),
     "weights": streambp.StreamConfig(chunk_size=5, saves=(), weights="cpu"),
@@ -89,18 +89,27 @@ CASES = {
     "no such Linear": (unchanged, ConfigError, streambp.StreamConfig(saves=("mlp.nobody",))),
     "more layers than there are": (unchanged, ConfigError, streambp.StreamConfig(saves=("attn_out@99",))),
     "liger": (unchanged, (MissingLibraryError, ConfigError), streambp.StreamConfig(kernels="liger")),
-    "foreign attention": (third_party_attention, UnsupportedModelError, STREAMED),
-    "no layers": (without_layers, UnsupportedModelError, STREAMED),
-    "stopped in kernels": (interrupt(patching, "choose_kernels"), KeyboardInterrupt, STREAMED),
-    "stopped in a layer": (interrupt(LayerForward, "install"), KeyboardInterrupt, STREAMED),
-    "stopped in the model": (interrupt(CausalLMForward, "install"), KeyboardInterrupt, STREAMED),
-    "stopped in the backbone": (interrupt(BackboneForward, "__init__"), KeyboardInterrupt, STREAMED),
-    "stopped in memory": (interrupt(OffloadManager, "__init__"), KeyboardInterrupt, FIRST["offload"]),
-    "stopped at the head": (interrupt(patching, "head_again"), KeyboardInterrupt, STREAMED),
+    "foreign attention": (third_party_attention, UnsupportedModelError, STREAM_CONFIG),
+    "no layers": (without_layers, UnsupportedModelError, STREAM_CONFIG),
+    "stopped in kernels": (interrupt(patching, "choose_kernels"), KeyboardInterrupt, STREAM_CONFIG),
+    "stopped in a layer": (interrupt(LayerForward, "install"), KeyboardInterrupt, STREAM_CONFIG),
+    "stopped in the model": (interrupt(CausalLMForward, "install"), KeyboardInterrupt,
+        STREAM_CONFIG),
+    "stopped in the backbone": (interrupt(BackboneForward, "__init__"), KeyboardInterrupt,
+        STREAM_CONFIG),
+    "stopped in memory": (interrupt(OffloadManager, "__init__"), KeyboardInterrupt,
+        EARLIER_PATCHES["offload"]),
+    "stopped at the head": (interrupt(patching, "copy_head"), KeyboardInterrupt, STREAM_CONFIG),
 }  # fmt: skip
 
 
-FAST = ("no such Linear", "liger", "foreign attention", "stopped in a layer", "stopped at the head")
+FAST_CASES = (
+    "no such Linear",
+    "liger",
+    "foreign attention",
+    "stopped in a layer",
+    "stopped at the head",
+)
 
 
 def step(model, batch):
@@ -115,7 +124,7 @@ def check(case, first, monkeypatch):
     model = build("llama", torch.float64).train()
     batch = make_batch("plain", length=16)
     if first is not None:
-        streambp.patch(model, FIRST[first])
+        streambp.patch(model, EARLIER_PATCHES[first])
     expected = step(model, batch)
     described = None if first is None else str(streambp.describe(model))
     snapshot_before = snapshot(model)
@@ -130,20 +139,20 @@ def check(case, first, monkeypatch):
     assert all(torch.equal(gradients[name], grad) for name, grad in expected[1].items())
     # And what was there comes off as ever.
     streambp.unpatch(model)
-    assert not installed.is_patched(model)
+    assert not installed_patch.is_patched(model)
     assert not any(
         "forward" in module.__dict__ or "_streambp" in module.__dict__ for module in model.modules()
     )
 
 
 @pytest.mark.parametrize("first", [None, "plain"])
-@pytest.mark.parametrize("case", thinned(CASES, lambda case: case in FAST))
+@pytest.mark.parametrize("case", thinned(CASES, lambda case: case in FAST_CASES))
 def test_a_refused_patch_leaves_what_was_there(case, first, monkeypatch):
     check(case, first, monkeypatch)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("first", [name for name in FIRST if name != "plain"])
+@pytest.mark.parametrize("first", [name for name in EARLIER_PATCHES if name != "plain"])
 @pytest.mark.parametrize("case", ["no such Linear", "stopped at the head"])
 def test_whatever_the_first_patch_was(case, first, monkeypatch):
     check(case, first, monkeypatch)
@@ -151,21 +160,21 @@ def test_whatever_the_first_patch_was(case, first, monkeypatch):
 
 @pytest.mark.parametrize("case", ["no such Linear", "stopped at the head"])
 def test_mutant_nothing_is_put_back(case, monkeypatch):
-    monkeypatch.setattr(undo.Noted, "put_back", lambda self: None)
+    monkeypatch.setattr(patch_rollback.AttributeCopy, "restore", lambda self: None)
     with pytest.raises(AssertionError):
         check(case, "plain", monkeypatch)
 
 
 @pytest.mark.parametrize("case", ["stopped in a layer", "stopped at the head"])
 def test_mutant_tables_stay_as_they_are(case, monkeypatch):
-    monkeypatch.setattr(undo, "TABLES", ())
+    monkeypatch.setattr(patch_rollback, "CHANGED_TABLES", ())
     with pytest.raises(AssertionError):
         check(case, "plain", monkeypatch)
 
 
 def test_a_part_of_a_patched_model_is_left_alone(monkeypatch):
-    model = streambp.patch(build("llama", torch.float64), STREAMED)
+    model = streambp.patch(build("llama", torch.float64), STREAM_CONFIG)
     snapshot_before = snapshot(model)
     with pytest.raises(StreamBPError, match="part of a model that is patched"):
-        streambp.patch(model.model, STREAMED)
+        streambp.patch(model.model, STREAM_CONFIG)
     assert snapshot(model) == snapshot_before

@@ -18,23 +18,23 @@ import streambp
 from streambp.model import unpatched
 from streambp.model.steps import Steps
 from tests.families import LENGTH, build, make_batch
-from tests.offload.test_limits import PLENTY
-from tests.oracle import EXACT, worst_error
+from tests.offload.test_limits import AMPLE_BYTES
+from tests.oracle import MAX_FLOAT64_ERROR, worst_error
 from tests.seeds import seeded
 
-SHORT = 11
-ROOM = {"chunk_size": LENGTH, "rows": "as_given"}
+SHORT_LENGTH = 11
+UNCHUNKED_SETTINGS = {"chunk_size": LENGTH, "rows": "as_given"}
 SETTINGS = {
-    "unpatched": ROOM,
-    "unpatched, lazy": {**ROOM, "lazy_logits": True},
-    "kept graphs": {**ROOM, "unpatched_runs": False},
+    "unpatched": UNCHUNKED_SETTINGS,
+    "unpatched, lazy": {**UNCHUNKED_SETTINGS, "lazy_logits": True},
+    "kept graphs": {**UNCHUNKED_SETTINGS, "unpatched_runs": False},
     "chunks": {"chunk_size": 5, "rows": "as_given"},
     "chunks, lazy": {"chunk_size": 5, "lazy_logits": True},
     "offload": {"chunk_size": 5, "saves": ("attn_out", "kv"), "offload": "cpu"},
 }
 
 
-class Two(nn.Module):
+class TwoModels(nn.Module):
     """Two language models of other families and depths, for forwards that run both."""
 
     def __init__(self, dtype=torch.float64):
@@ -60,7 +60,7 @@ def patched(plain, separately=False, **settings):
         for wrapper in part._streambp.wrappers:
             policy = getattr(getattr(wrapper, "layer_state", None), "saves_policy", None)
             if policy is not None:
-                policy.free = lambda _: PLENTY
+                policy.free = lambda _: AMPLE_BYTES
     return model
 
 
@@ -69,7 +69,7 @@ def long_batch():
 
 
 def short_batch():
-    batch = make_batch("left-padded", seed=1, length=SHORT)
+    batch = make_batch("left-padded", seed=1, length=SHORT_LENGTH)
     return {name: torch.cat([value, value[:1].roll(2, -1)]) for name, value in batch.items()}
 
 
@@ -129,7 +129,7 @@ def gradients(model, forward, value, backward):
 )
 def test_gradients_are_the_unpatched_models(settings, separately, float64_oracle):
     """In the first step and in a later one, whatever the order of backwards."""
-    plain = Two()
+    plain = TwoModels()
     model = patched(plain, separately, **SETTINGS[settings])
     for value in VALUES:
         for number, forward in enumerate(FORWARDS):
@@ -137,29 +137,33 @@ def test_gradients_are_the_unpatched_models(settings, separately, float64_oracle
                 expected = gradients(plain, forward, value, backward)
                 result = gradients(model, forward, value, backward)
                 torch.testing.assert_close(result[0], expected[0], rtol=1e-11, atol=0.0)
-                assert worst_error(result[1], expected[1]) <= EXACT, (value, forward, backward)
+                assert worst_error(result[1], expected[1]) <= MAX_FLOAT64_ERROR, (
+                    value,
+                    forward,
+                    backward,
+                )
 
 
 def notes_after(settings, forward, value=loss_of):
     """Records before and after the backward of the step that follows a step of both models."""
-    model = patched(Two(torch.float32), **SETTINGS[settings])
+    model = patched(TwoModels(torch.float32), **SETTINGS[settings])
     records = []
     for function in (FORWARDS["two"], FORWARDS[forward]):
         losses = model(functools.partial(function, value))
         records.append(streambp.last_step(model))
         sum(losses).backward()
-    assert (records[0].number, records[0].tokens, records[0].way) == (1, BOTH, "streamed")
+    assert (records[0].number, records[0].tokens, records[0].way) == (1, TOTAL_TOKENS, "streamed")
     return [records[1], streambp.last_step(model)]
 
 
-BOTH = 2 * LENGTH + 3 * SHORT
+TOTAL_TOKENS = 2 * LENGTH + 3 * SHORT_LENGTH
 
 
 @pytest.mark.parametrize("settings", ["unpatched", "chunks"])
 def test_a_step_is_told_with_the_tokens_of_both_backbones(settings):
     record_before, record_after = notes_after(settings, "two")
     for record in (record_before, record_after):
-        assert (record.number, record.tokens, record.rows) == (2, BOTH, 3)
+        assert (record.number, record.tokens, record.rows) == (2, TOTAL_TOKENS, 3)
     way = ("ran unpatched", 1) if settings == "unpatched" else ("streamed", 0)
     assert (record_after.way, record_after.unpatched_steps) == way
 
@@ -167,14 +171,18 @@ def test_a_step_is_told_with_the_tokens_of_both_backbones(settings):
 @pytest.mark.parametrize("settings", ["unpatched", "chunks"])
 def test_one_backbone_twice_is_two_micro_batches(settings):
     record_before, record_after = notes_after(settings, "one twice")
-    assert (record_before.number, record_after.number, record_after.tokens) == (3, 3, 3 * SHORT)
+    assert (record_before.number, record_after.number, record_after.tokens) == (
+        3,
+        3,
+        3 * SHORT_LENGTH,
+    )
     assert record_after.unpatched_steps == (2 if settings == "unpatched" else 0)
 
 
 @pytest.mark.parametrize("part", ["first", "second"])
 def test_a_model_whose_run_does_not_fit_streams_in_the_same_step(part):
     """The other model runs unpatched, and the step is told with what streamed."""
-    model = patched(Two(torch.float32), **SETTINGS["unpatched"])
+    model = patched(TwoModels(torch.float32), **SETTINGS["unpatched"])
     sum(model(functools.partial(FORWARDS["two"], loss_of))).backward()
     head = getattr(model, part).lm_head
 
@@ -186,14 +194,18 @@ def test_a_model_whose_run_does_not_fit_streams_in_the_same_step(part):
     losses = model(functools.partial(FORWARDS["two"], loss_of))
     assert not head._forward_pre_hooks
     record = streambp.last_step(model)
-    assert (record.number, record.tokens, record.rows) == (2, BOTH, 3)
+    assert (record.number, record.tokens, record.rows) == (2, TOTAL_TOKENS, 3)
     assert record.way != "ran unpatched"
     sum(losses).backward()
     record_after = streambp.last_step(model)
-    assert (record_after.number, record_after.tokens, record_after.unpatched_steps) == (2, BOTH, 0)
+    assert (record_after.number, record_after.tokens, record_after.unpatched_steps) == (
+        2,
+        TOTAL_TOKENS,
+        0,
+    )
 
 
-def loses_shapes(self, backbone, tokens, shared, unpatched=False, real=Steps.forward_done):
+def loses_shapes(self, backbone, tokens, shared, unpatched=False, real=Steps.record_forward_end):
     """As it was: an unpatched forward is followed by its own repetition."""
     if self.last is not None and self.last.unpatched and not self.last.in_backward:
         self.last.shapes.clear()
@@ -202,7 +214,7 @@ def loses_shapes(self, backbone, tokens, shared, unpatched=False, real=Steps.for
 
 MUTANTS = {
     "shapes": (
-        "forward_done",
+        "record_forward_end",
         loses_shapes,
         lambda: test_a_step_is_told_with_the_tokens_of_both_backbones("unpatched"),
     ),

@@ -1,7 +1,7 @@
 """What a short step asks of torch and of Python in each layer, beside the unpatched model: counts,
 no times. `pytest -s` prints the table of docs/explanation/measurements.md.
 
-covers: model/unpatched.py, layer/function.py, layer/saved.py
+covers: model/unpatched.py, layer/function.py, layer/saved_tensors.py
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from streambp.model import unpatched
 from tests import zoo
 from tests.counting import Dispatches
 
-SHARE = unpatched.MAX_SHARE_OF_FREE_MEMORY  # which conftest.py takes to 0
+MAX_MEMORY_SHARE = unpatched.MAX_SHARE_OF_FREE_MEMORY  # which conftest.py takes to 0
 ROOT = Path(__file__).parents[2]
 LENGTH = 127
 FEW, MANY = 2, 4  # layers of two models, whose difference is layers' alone
-WAYS = {
+STEP_FUNCTIONS = {
     "checkpointing": None,
     "streambp, as unpatched": {},
     "streambp, kept graph": {"unpatched_runs": False},
@@ -36,7 +36,7 @@ KEPT, PLAIN_RUN = "streambp, kept graph", "streambp, as unpatched"
 
 @pytest.fixture(autouse=True)
 def shared(monkeypatch):
-    monkeypatch.setattr(unpatched, "MAX_SHARE_OF_FREE_MEMORY", SHARE)
+    monkeypatch.setattr(unpatched, "MAX_SHARE_OF_FREE_MEMORY", MAX_MEMORY_SHARE)
 
 
 def stepper(way, layers):
@@ -45,7 +45,7 @@ def stepper(way, layers):
     if way == "checkpointing":
         model.gradient_checkpointing_enable({"use_reentrant": False})
     elif way != "unpatched":
-        streambp.patch(model, streambp.StreamConfig(**WAYS[way]))
+        streambp.patch(model, streambp.StreamConfig(**STEP_FUNCTIONS[way]))
     ids = torch.randint(0, model.config.vocab_size, (1, LENGTH))  # [B, T]
 
     def step():
@@ -135,4 +135,4 @@ def test_mutant_that_recomputes_turns_a_test_red(monkeypatch):
 
 
 if __name__ == "__main__":
-    print(json.dumps({way: of_a_layer(way) for way in ("unpatched", *WAYS)}))
+    print(json.dumps({way: of_a_layer(way) for way in ("unpatched", *STEP_FUNCTIONS)}))

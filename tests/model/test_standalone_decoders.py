@@ -17,7 +17,7 @@ from tests.oracle import gradients, worst_error
 from tests.seeds import seed_torch
 
 INTERFACE = ""
-OWN = "its own attention"
+REASON_OWN_ATTENTION = "its own attention"
 SIZES = {
     "vocab_size": VOCABULARY, "d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 40,
     "encoder_layers": 1, "encoder_attention_heads": 4, "encoder_ffn_dim": 40, "max_position_embeddings": 64,
@@ -41,7 +41,8 @@ PROPHETNET_LACKS = (
 )
 REASONS = {
     "Bart": INTERFACE, "MBart": INTERFACE, "Marian": INTERFACE, "Pegasus": INTERFACE, "PLBart": INTERFACE,
-    "Blenderbot": INTERFACE, "BlenderbotSmall": INTERFACE, "Whisper": INTERFACE, "Mvp": OWN, "TrOCR": OWN,
+    "Blenderbot": INTERFACE, "BlenderbotSmall": INTERFACE, "Whisper": INTERFACE,
+    "Mvp": REASON_OWN_ATTENTION, "TrOCR": REASON_OWN_ATTENTION,
 }  # fmt: skip
 MODES = ("plain", "right-padded")  # their positions count from the left, padding or not
 

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 import streambp
-from streambp.model.installed import streamed_head
+from streambp.model.installed_patch import streamed_head
 from tests.families import VOCABULARY, build, make_batch
 from tests.oracle import assert_as_precise, gradients, relative_l2, worst_error
 from tests.seeds import seed_of, seed_torch, seeded

@@ -1,7 +1,7 @@
 """`streambp.warm_up`: hooks that are set after it count what they count on the unpatched model,
 from the first step on.
 
-covers: model/warming.py, model/steps.py, layer/layer_state.py, model/state.py, admission/entry.py
+covers: model/warm_up.py, model/steps.py, layer/layer_state.py, model/state.py, admission/entry.py
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from streambp.layer.layer_state import LayerTests
 from streambp.model import unpatched
 from streambp.model.steps import Steps
 from streambp.prefixes import calls
-from streambp.prefixes.admission import Trials
+from streambp.prefixes.admission import PackedRowTrials
 from streambp.prefixes.tree import find_tree
 from tests import families, zoo
 from tests.families import make_batch
-from tests.oracle import EXACT, worst_error
+from tests.oracle import MAX_FLOAT64_ERROR, worst_error
 from tests.prefixes import batches
 from tests.seeds import seed_torch
 
@@ -46,13 +46,13 @@ def trial_counts(monkeypatch):
     """The first looks that are made, by name."""
     counts = Counter()
     trial_functions = [
-        (probe, "_judged"),
-        (probe, "_judged_at_length"),
-        (trials, "_writes"),
-        (trials, "few_tokens"),
-        (Trials, "_try"),
+        (probe, "_test_chunks"),
+        (probe, "_test_full_length"),
+        (trials, "_find_writes"),
+        (trials, "random_tokens"),
+        (PackedRowTrials, "_try"),
     ]
-    for home, name in (*trial_functions, (own_run, "own_run"), (probe, "own_run")):
+    for home, name in (*trial_functions, (own_run, "run_unpatched"), (probe, "run_unpatched")):
         real = getattr(home, name)
 
         def count(*args, real=real, name=name, **kwargs):
@@ -189,7 +189,7 @@ def statistics(case, trial_counts):
     for seed in (1, 2):
         batch = make_batch("plain", seed=seed)
         expected, gradients = (a_step(model, batch, loss_of) for model in (stock, ours))
-        assert worst_error(gradients, expected) <= EXACT
+        assert worst_error(gradients, expected) <= MAX_FLOAT64_ERROR
         compare(*(statistics.sums for statistics in collectors), runs_twice=case == "whole")
     assert not +trial_counts
 
@@ -245,7 +245,7 @@ def test_sharing_of_prefixes(ranks, trial_counts, monkeypatch):
     """Several ranks make the trial of sharing even if there are hooks."""
     monkeypatch.setattr(calls, "find_tree", functools.partial(find_tree, min_prefix=8))
     monkeypatch.setattr(calls, "must_agree", lambda module: ranks > 1)
-    monkeypatch.setattr(calls, "everyones_numbers", lambda module, mine, device: [mine] * ranks)
+    monkeypatch.setattr(calls, "gather_numbers", lambda module, mine, device: [mine] * ranks)
     config = streambp.StreamConfig(chunk_size=1000, saves=(), rows="packed")
     stock, ours, batch = (
         build("llama"),
@@ -257,12 +257,12 @@ def test_sharing_of_prefixes(ranks, trial_counts, monkeypatch):
     trial_counts.clear()
     collectors = [Statistics(stock), Statistics(ours)]
     expected, gradients = (a_step(model, batch, labelled) for model in (stock, ours))
-    assert worst_error(gradients, expected) <= EXACT
+    assert worst_error(gradients, expected) <= MAX_FLOAT64_ERROR
     compare(*(statistics.sums for statistics in collectors))
     assert not +trial_counts
 
 
-class Counting(nn.Module):
+class CountingModule(nn.Module):
     """Counts in a buffer and in an attribute, and draws from three generators."""
 
     def __init__(self, inner):
@@ -280,7 +280,7 @@ class Counting(nn.Module):
 @pytest.mark.parametrize("grads_before", ["no gradients", "gradients"])
 def test_nothing_stays(grads_before):
     model = build("llama")
-    model.model.layers[0].mlp = Counting(model.model.layers[0].mlp)
+    model.model.layers[0].mlp = CountingModule(model.model.layers[0].mlp)
     steps = []
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda _: steps.append(1))
@@ -334,12 +334,12 @@ def test_it_is_no_step(config, caplog):
 
 def test_a_warm_up_that_is_noted_turns_this_red(monkeypatch, caplog):
     """Mutant: what it does counts as a step."""
-    monkeypatch.setattr(Steps, "unnoted", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(Steps, "pause_recording", lambda _: contextlib.nullcontext())
     with pytest.raises(AssertionError):
         test_it_is_no_step(CHUNKS, caplog)
 
 
-class Scaled(nn.Module):
+class ScaledModule(nn.Module):
     """An MLP times a number that the first batch gives, kept where no fingerprint looks."""
 
     scale = None
@@ -347,18 +347,18 @@ class Scaled(nn.Module):
     def __init__(self, inner):
         super().__init__()
         self.inner = inner
-        Scaled.scale = None
+        ScaledModule.scale = None
 
     def forward(self, x):
-        if Scaled.scale is None:
-            Scaled.scale = x.detach().abs().mean()
-        return self.inner(x) * Scaled.scale
+        if ScaledModule.scale is None:
+            ScaledModule.scale = x.detach().abs().mean()
+        return self.inner(x) * ScaledModule.scale
 
 
 def test_a_value_of_the_first_batch_is_not_that_of_a_warm_up():
     def scaled():
         model = build("llama")
-        model.model.layers[0].mlp = Scaled(model.model.layers[0].mlp)
+        model.model.layers[0].mlp = ScaledModule(model.model.layers[0].mlp)
         return model
 
     stock, other_batch = scaled(), make_batch("plain", seed=9)
@@ -368,7 +368,8 @@ def test_a_value_of_the_first_batch_is_not_that_of_a_warm_up():
         streambp.warm_up(ours, **other_batch, use_cache=False)
     for seed, gradients in zip((1, 2), expected, strict=True):
         assert (
-            worst_error(a_step(ours, make_batch("plain", seed=seed), labelled), gradients) <= EXACT
+            worst_error(a_step(ours, make_batch("plain", seed=seed), labelled), gradients)
+            <= MAX_FLOAT64_ERROR
         )
     assert {layer.path for layer in streambp.describe(ours).layers} == {"streams"}
 
@@ -392,7 +393,7 @@ def test_a_hook_that_changes_something_is_told_and_tried(grad):
             labelled(ours, batch)
     # the second time it runs
     expected, grads = (a_step(model, batch, labelled) for model in (stock, ours))
-    assert worst_error(grads, expected) <= EXACT
+    assert worst_error(grads, expected) <= MAX_FLOAT64_ERROR
 
 
 def test_a_hook_that_keeps_its_graph_is_told_and_runs_whole():
@@ -411,7 +412,7 @@ def test_a_hook_that_keeps_its_graph_is_told_and_runs_whole():
     expected = a_step(stock, batch, loss)
     with pytest.raises(StreamBPError, match="stores values of single chunks"):
         a_step(ours, batch, loss)
-    assert worst_error(a_step(ours, batch, loss), expected) <= EXACT
+    assert worst_error(a_step(ours, batch, loss), expected) <= MAX_FLOAT64_ERROR
 
 
 def test_hooks_that_see_trials_are_named_once():

@@ -11,9 +11,9 @@ import contextlib
 import pytest
 
 from scripts import exactness_table
-from streambp.admission.checkpointed import Repeatable
+from streambp.admission.layer_checkpoint import CheckpointedForward
 from streambp.layer.layer_state import LayerState
-from tests.what_programs_do import PROGRAMS, WRONG, outcome
+from tests.what_programs_do import OUTCOME_WRONG, PROGRAMS, outcome
 
 pytestmark = pytest.mark.usefixtures("float64_oracle")
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("float64_oracle")
 )
 def test_the_outcome_is_what_the_docs_say(program):
     result, _ = outcome(program)
-    assert not result.startswith(WRONG)
+    assert not result.startswith(OUTCOME_WRONG)
     assert result == exactness_table.documented()[program.when, program.action]
 
 
@@ -46,6 +46,8 @@ def test_mutants_are_found(mutant, words, monkeypatch):
     if mutant == "nothing is compared":
         monkeypatch.setattr(LayerState, "witness", lambda *_: None)
     else:
-        monkeypatch.setattr(Repeatable, "_mismatch_named", lambda _: contextlib.nullcontext())
+        monkeypatch.setattr(
+            CheckpointedForward, "_explain_mismatch", lambda _: contextlib.nullcontext()
+        )
     (program,) = (candidate for candidate in PROGRAMS if words in candidate.action)
-    assert outcome(program)[0].startswith(WRONG)
+    assert outcome(program)[0].startswith(OUTCOME_WRONG)

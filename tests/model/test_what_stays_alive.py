@@ -1,6 +1,6 @@
 """A patch keeps nothing alive, and a copied part of what was patched has that part alone.
 
-covers: instance_forward.py, model/state.py, model/installed.py, model/patching.py
+covers: instance_forward.py, model/state.py, model/installed_patch.py, model/patching.py
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import nn
 
 import streambp
 from streambp import instance_forward
-from streambp.model import installed
+from streambp.model import installed_patch
 from tests.families import build, make_batch
 from tests.oracle import gradients, worst_error
 
@@ -47,7 +47,7 @@ class Engine(nn.Module):
         raise AttributeError("_parameters")
 
 
-class Two(nn.Module):
+class TwoModels(nn.Module):
     """A policy and another model, as TRL's PPO wraps them."""
 
     def __init__(self, module, second):
@@ -62,11 +62,11 @@ def with_adapters(model):
     )
 
 
-AROUND = {
+WRAPPERS = {
     "engine": lambda model: (Engine(model), model),
     "engine around an engine": lambda model: (Engine(Engine(model)), model),
     "wrapper": lambda model: (nn.Sequential(model), model),
-    "two models": lambda model: (Two(model, build("qwen3", torch.float64)), model),
+    "two models": lambda model: (TwoModels(model, build("qwen3", torch.float64)), model),
     "adapters": lambda model: ((wrapped := with_adapters(model)), wrapped.get_base_model()),
     "adapters in an engine": lambda model: (Engine(wrapped := with_adapters(model)), wrapped),
 }
@@ -84,7 +84,7 @@ def streams(model):
 
 def check(around, config, how):
     count_before = layers_alive()
-    wrapper, inner = AROUND[around](build("llama", torch.float64))
+    wrapper, inner = WRAPPERS[around](build("llama", torch.float64))
     stock = copy.deepcopy(inner)
     batch = make_batch("plain")
     _, expected = gradients(stock, **batch)
@@ -100,12 +100,12 @@ def check(around, config, how):
         for o in gc.get_objects()
     )
     assert layers_alive() - count_before - layers == 2
-    assert installed.is_patched(twin)
+    assert installed_patch.is_patched(twin)
     _, grads = gradients(twin, **batch)
     assert worst_error(grads, expected) <= 1e-10
     assert streams(twin)
     streambp.unpatch(twin)
-    assert not installed.is_patched(twin)
+    assert not installed_patch.is_patched(twin)
     _, grads = gradients(twin, **batch)
     assert worst_error(grads, expected) <= 1e-10
     # Nothing but the program keeps what was given to `patch`.
@@ -121,11 +121,11 @@ def check(around, config, how):
     assert layers_alive() - count_before == 2
     streambp.patch(inner, CONFIGS["chunks"])
     streambp.unpatch(inner)
-    assert not installed.is_patched(inner)
+    assert not installed_patch.is_patched(inner)
     assert not any("forward" in module.__dict__ for module in inner.modules())
 
 
-@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("around", WRAPPERS)
 def test_a_copied_part_has_that_part_alone(around):
     check(around, "chunks", "deepcopy")
 
@@ -133,13 +133,13 @@ def test_a_copied_part_has_that_part_alone(around):
 @pytest.mark.full
 @pytest.mark.parametrize("how", COPIES)
 @pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("around", WRAPPERS)
 def test_each_setting(around, config, how):
     check(around, config, how)
 
 
 def test_two_models_are_copied_together():
-    pair = Two(build("llama", torch.float64), build("qwen3", torch.float64))
+    pair = TwoModels(build("llama", torch.float64), build("qwen3", torch.float64))
     streambp.patch(pair, CONFIGS["chunks"])
     twin = copy.deepcopy(pair)
     del pair
@@ -147,7 +147,7 @@ def test_two_models_are_copied_together():
     assert streams(twin)
     assert len(streambp.describe(twin).layers) == 4
     streambp.unpatch(twin)
-    assert not installed.is_patched(twin)
+    assert not installed_patch.is_patched(twin)
 
 
 class Strong:
@@ -164,10 +164,14 @@ class Strong:
 def test_mutant_references_that_keep(around, monkeypatch):
     monkeypatch.setattr(instance_forward, "weakref", SimpleNamespace(ref=Strong))
     monkeypatch.setattr(
-        instance_forward.Living, "__reduce__", lambda self: (instance_forward.Living, (list(self),))
+        instance_forward.WeakSequence,
+        "__reduce__",
+        lambda self: (instance_forward.WeakSequence, (list(self),)),
     )
     monkeypatch.setattr(
-        instance_forward.Home, "__reduce__", lambda self: (instance_forward.Home, (self(),))
+        instance_forward.PatchedModuleRef,
+        "__reduce__",
+        lambda self: (instance_forward.PatchedModuleRef, (self(),)),
     )
     with pytest.raises((AssertionError, AttributeError)):
         check(around, "chunks", "deepcopy")

@@ -30,7 +30,7 @@ from tests.oracle import gradients, worst_error
 NO_REENTRANT = functools.partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl.NO_REENTRANT)
 
 
-class Timed(nn.Module):
+class TimedModule(nn.Module):
     """What a program may put around each layer."""
 
     def __init__(self, layer):
@@ -41,7 +41,7 @@ class Timed(nn.Module):
         return self.layer(*args, **kwargs)
 
 
-class Scaled(Timed):
+class Scaled(TimedModule):
     """With weights and modules of its own."""
 
     def __init__(self, layer):
@@ -52,17 +52,17 @@ class Scaled(Timed):
         return self.layer(self.identity(hidden_states), *args, **kwargs) * self.scale
 
 
-class Checkpointed(Timed):
+class CheckpointedModule(TimedModule):
     def forward(self, *args, **kwargs):
         return checkpoint(self.layer, *args, use_reentrant=False, **kwargs)
 
 
 WRAPPERS = {
     "checkpoint_wrapper": NO_REENTRANT,
-    "a wrapper in a wrapper": lambda layer: NO_REENTRANT(Timed(layer)),
-    "a module": Timed,
+    "a wrapper in a wrapper": lambda layer: NO_REENTRANT(TimedModule(layer)),
+    "a module": TimedModule,
     "a module with weights": Scaled,
-    "a module that checkpoints": Checkpointed,
+    "a module that checkpoints": CheckpointedModule,
 }
 
 
@@ -99,7 +99,7 @@ def test_a_model_whose_layers_are_wrapped_is_refused(name, choice):
         match=rf"{outer} around some or all of its Qwen3DecoderLayer.*after streambp.patch",
     ):
         streambp.patch(model)
-    assert not streambp.model.installed.is_patched(model)
+    assert not streambp.model.installed_patch.is_patched(model)
     assert "forward" not in model.model.__dict__
 
 
@@ -124,8 +124,8 @@ def test_layers_of_a_model_that_transformers_does_not_checkpoint_itself(monkeypa
     model = wrap(build("llama"), Block)
     assert not any(isinstance(m, GradientCheckpointingLayer) for m in model.modules())
     streambp.unpatch(streambp.patch(model))  # not wrapped
-    with pytest.raises(UnsupportedModelError, match="Timed around some or all of its Block"):
-        streambp.patch(wrap(model, Timed))
+    with pytest.raises(UnsupportedModelError, match="TimedModule around some or all of its Block"):
+        streambp.patch(wrap(model, TimedModule))
 
 
 @pytest.mark.parametrize("name", [*WRAPPERS, "as accelerate"])
@@ -149,7 +149,7 @@ def test_wrapped_after_patch_it_is_exact(name, float64_oracle):
 
 def test_without_the_look_a_first_step_breaks(monkeypatch):
     """The mutant."""
-    monkeypatch.setattr(stacks, "_wrapped", lambda module: None)
+    monkeypatch.setattr(stacks, "_wrapped_layer", lambda module: None)
     model = streambp.patch(wrap(build("qwen3"), NO_REENTRANT), streambp.StreamConfig(chunk_size=5))
     with pytest.raises(UnsupportedModelError, match="without a name"):
         model(**make_batch("plain"), use_cache=False)

@@ -17,7 +17,7 @@ from tests.families import LENGTH, build, make_batch
 SAVES = ((), ("attn_out",), ("kv",), ("attn_out", "kv"))
 
 
-BOTH = ("attn_out", "kv")
+BOTH_SAVES = ("attn_out", "kv")
 
 
 def sampled(fast, *axes):

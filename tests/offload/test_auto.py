@@ -15,18 +15,18 @@ import pytest
 import torch
 
 import streambp
-from streambp.model.record import offloaded
+from streambp.model.record import offload_text
 from streambp.offload import manager_of
 from streambp.offload.costs import (
     Cost,
-    Figures,
+    ForwardMeasurement,
     LayerCost,
-    Measured,
+    LinearOutput,
     ObservedCosts,
-    Product,
+    StepFigures,
     attention_rate,
 )
-from streambp.offload.engines import COMPUTE, OUT, DeviceMemory, Engine
+from streambp.offload.engines import COMPUTE_QUEUE, TO_HOST_QUEUE, DeviceMemory, Engine
 from streambp.offload.policy import SavesPolicy
 from tests.families import LENGTH, build, make_batch
 from tests.offload.runs import assert_same, layer_bytes, model_with, prefix_bytes, step
@@ -38,9 +38,9 @@ def qwen3_8b(length):
     """A forward of 36 layers in bf16."""
     tokens = length * LAYERS
     products = {
-        "mlp.gate_proj": Product(tokens * 12288 * 2, 2.0 * tokens * 4096 * 12288),
-        "mlp.up_proj": Product(tokens * 12288 * 2, 2.0 * tokens * 4096 * 12288),
-        "self_attn.q_proj": Product(tokens * 4096 * 2, 2.0 * tokens * 4096 * 4096),
+        "mlp.gate_proj": LinearOutput(tokens * 12288 * 2, 2.0 * tokens * 4096 * 12288),
+        "mlp.up_proj": LinearOutput(tokens * 12288 * 2, 2.0 * tokens * 4096 * 12288),
+        "self_attn.q_proj": LinearOutput(tokens * 4096 * 2, 2.0 * tokens * 4096 * 4096),
     }
     return Cost(
         tokens * 8192,
@@ -56,7 +56,7 @@ def h200(length, **changes):
     cost = qwen3_8b(length)
     dense = 2.0 * length * LAYERS * 193e6
     seconds = cost.attention_flops / 606e12 + dense / 600e12
-    return Measured(
+    return ForwardMeasurement(
         length,
         length,
         **{"seconds": seconds, "link": 46e9, "attention": 606e12, "host": math.inf, **changes},
@@ -76,7 +76,7 @@ class Choice:
             manager=self.manager,
         )
         policy = SavesPolicy(
-            1, lambda device: None, lambda device: (Figures(), 0.0), False, True, link
+            1, lambda device: None, lambda device: (StepFigures(), 0.0), False, True, link
         )
         policy.figures.costs[0] = LayerCost(
             torch.device("cpu"), cost, 0.0, measured.tokens, measured.length, 1
@@ -94,7 +94,7 @@ class Choice:
 def test_attention_is_saved_from_13k_tokens_on(length, is_saved):
     choice = Choice(qwen3_8b(length), h200(length, seconds=1e9), math.inf)
     assert ("attn_out" in choice.saves) == is_saved
-    assert ("attending again is faster" in offloaded(choice.latest)) != is_saved
+    assert ("attending again is faster" in offload_text(choice.latest)) != is_saved
 
 
 def test_saves_come_in_order_until_the_link_is_full():
@@ -122,7 +122,7 @@ def test_a_link_that_inputs_fill_carries_nothing_else():
     choice = Choice(qwen3_8b(65536), h200(65536, link=1e9), math.inf)
     assert choice.saves == ()
     assert choice.bytes == qwen3_8b(65536).x
-    assert "layer inputs alone" in offloaded(choice.latest)
+    assert "layer inputs alone" in offload_text(choice.latest)
 
 
 def observed_layer(work, times, x=()):
@@ -165,12 +165,12 @@ class Injected(Engine):
 
     def copy(self, queue, target, source):
         super().copy(queue, target, source)
-        self.sent_bytes += source.nbytes if queue == OUT else 0
+        self.sent_bytes += source.nbytes if queue == TO_HOST_QUEUE else 0
 
-    def spent(self):
-        return {**super().spent(), OUT: self.sent_bytes / self.link}
+    def queue_seconds(self):
+        return {**super().queue_seconds(), TO_HOST_QUEUE: self.sent_bytes / self.link}
 
-    def clock(self, queue=COMPUTE):
+    def clock(self, queue=COMPUTE_QUEUE):
         self.time += self.step
         self.step *= 1.1  # later chunks attend to more
         return self.time

@@ -17,7 +17,7 @@ from streambp.offload import engines, manager, manager_of
 from tests import zoo
 from tests.families import LENGTH, build, make_batch
 from tests.offload.runs import (
-    BOTH,
+    BOTH_SAVES,
     SAVES,
     assert_same,
     forward,
@@ -64,12 +64,12 @@ def test_a_second_micro_batch_finds_the_device_full():
     model = offloaded(gpu_memory=prefix_bytes() + 2 * layer_bytes())
     first, second = forward(model, 1), forward(model, 2)
     assert manager_of(model).resident_bytes <= 2 * layer_bytes()
-    sent_bytes = manager_of(model).transfers.bytes[engines.OUT]
+    sent_bytes = manager_of(model).transfers.bytes[engines.TO_HOST_QUEUE]
     del first, second
     gc.collect()
     assert manager_of(model).resident_bytes == 0
     forward(model, 1)
-    assert manager_of(model).transfers.bytes[engines.OUT] - sent_bytes < sent_bytes / 2
+    assert manager_of(model).transfers.bytes[engines.TO_HOST_QUEUE] - sent_bytes < sent_bytes / 2
 
 
 def test_inputs_that_stay_must_not_change():
@@ -109,7 +109,7 @@ def test_inputs_on_the_host_may_change(chunk_size):
     assert_same((loss.detach(), {name: p.grad for name, p in model.named_parameters()}), expected)
 
 
-PREFIXES = (("plain", (), 0.01), ("left-padded", BOTH, 0.95))
+PREFIXES = (("plain", (), 0.01), ("left-padded", BOTH_SAVES, 0.95))
 
 
 @pytest.mark.full

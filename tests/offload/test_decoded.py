@@ -1,7 +1,7 @@
 """4-bit weights are decoded once for each pass through a layer, with the numbers of their own
 Linear.
 
-covers: offload/decoded.py, planner/host_weights.py
+covers: offload/decoded_weights.py, planner/host_weights.py
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
 
 from streambp.layer import adapters
-from streambp.offload import decoded
-from streambp.offload.decoded import packed_linears
+from streambp.offload import decoded_weights
+from streambp.offload.decoded_weights import packed_linears
 from tests.families import make_batch
 from tests.offload.test_weights_programs import quantised
 from tests.offload.weights_runs import assert_same, invert, step, weights_of
@@ -27,13 +27,13 @@ LINEARS = ("gate_proj", "up_proj", "down_proj")
 @pytest.fixture
 def decodings(monkeypatch):
     """The modules that decode, in order; one entry each time."""
-    modules, real = [], decoded._decoded
+    modules, real = [], decoded_weights._decode_weight
 
     def noted(module):
         modules.append(module)
         return real(module)
 
-    monkeypatch.setattr(decoded, "_decoded", noted)
+    monkeypatch.setattr(decoded_weights, "_decode_weight", noted)
     return modules
 
 
@@ -94,6 +94,8 @@ def test_a_forward_that_somebody_put_there_is_left():
 
 
 def test_mutant_decoded_in_every_call(monkeypatch, decodings):
-    monkeypatch.setattr(adapters, "decoded_weight", lambda module: decoded._decoded(module))
+    monkeypatch.setattr(
+        adapters, "decoded_weight", lambda module: decoded_weights._decode_weight(module)
+    )
     with pytest.raises(AssertionError):
         test_once_for_each_pass_and_the_same_bits(torch.float32, decodings)

@@ -14,8 +14,8 @@ import torch
 from streambp import device
 from streambp.layer.call import LayerCall
 from streambp.offload import engines, free_memory, manager_of, transfers
-from streambp.offload.costs import Figures
-from streambp.offload.engines import OUT, DeviceMemory
+from streambp.offload.costs import StepFigures
+from streambp.offload.engines import TO_HOST_QUEUE, DeviceMemory
 from streambp.offload.free_memory import FreeMemory
 from streambp.offload.link import LinkBudget
 from streambp.offload.manager import OffloadManager
@@ -24,7 +24,7 @@ from streambp.planner.auto import StepNeed
 from streambp.planner.laws import Law
 from streambp.planner.profile import Method, Phase
 from tests.offload.runs import (
-    BOTH,
+    BOTH_SAVES,
     SCHEDULES,
     assert_same,
     break_off,
@@ -66,7 +66,7 @@ def two_devices(monkeypatch):
     monkeypatch.setattr(OffloadManager, "open", open_layer)
 
 
-def traced(saves=BOTH, collect=False, gpu_memory=None):
+def traced(saves=BOTH_SAVES, collect=False, gpu_memory=None):
     model = offloaded(saves, gpu_memory=gpu_memory)
     manager_of(model)._given_engine = engine = TraceEngine(collect)
     return model, engine
@@ -75,7 +75,7 @@ def traced(saves=BOTH, collect=False, gpu_memory=None):
 @pytest.mark.full
 @pytest.mark.parametrize("gpu_memory", [pytest.param(None, marks=pytest.mark.full), 1])
 def test_each_device_has_an_engine(two_devices, gpu_memory):
-    expected = run(model_with(BOTH), SCHEDULES["1F1B"])
+    expected = run(model_with(BOTH_SAVES), SCHEDULES["1F1B"])
     model, engine = traced(gpu_memory=gpu_memory)
     run(model, SCHEDULES["1F1B"])
     break_off(model)
@@ -95,10 +95,16 @@ def test_each_device_has_an_engine(two_devices, gpu_memory):
     ("waits", "race"),
     [
         (
-            [(engines.OUT, engines.BACK), (engines.COMPUTE, engines.BACK)],
+            [
+                (engines.TO_HOST_QUEUE, engines.FROM_HOST_QUEUE),
+                (engines.COMPUTE_QUEUE, engines.FROM_HOST_QUEUE),
+            ],
             "out writes host while back may still be reading",
         ),
-        ([(engines.OUT, engines.OUT)], "out writes host while out may still be writing"),
+        (
+            [(engines.TO_HOST_QUEUE, engines.TO_HOST_QUEUE)],
+            "out writes host while out may still be writing",
+        ),
     ],
     ids=["before it was read", "before it was written"],
 )
@@ -143,15 +149,17 @@ def test_stalls_and_copies_of_all_devices_are_added_up():
             super().__init__()
             self.fixed = seconds
 
-        def spent(self):
-            return {name: number * self.fixed for number, name in enumerate(engines.SPENT, 1)}
+        def queue_seconds(self):
+            return {
+                name: number * self.fixed for number, name in enumerate(engines.TIMED_QUEUES, 1)
+            }
 
     two_transfers = transfers.Transfers()
     two_transfers.engines[torch.device("cuda", 0)] = Fixed(1.0)
     two_transfers.engines[torch.device("cuda", 1)] = Fixed(3.0)
-    assert two_transfers.spent() == {
-        OUT: 4.0,
-        engines.BACK: 8.0,
+    assert two_transfers.queue_seconds() == {
+        TO_HOST_QUEUE: 4.0,
+        engines.FROM_HOST_QUEUE: 8.0,
         "stall_out": 12.0,
         "stall_back": 16.0,
     }
@@ -202,7 +210,7 @@ def test_counting_makes_no_list_of_all_counts(card, monkeypatch):
     assert free_memory.FreeMemory()(gpu) == pytest.approx((0.95 * 140 - 16) * GIB, abs=2)
     # as before CUDA is used
     monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda d: {})
-    assert device.counted_bytes(gpu, "allocated") == 0
+    assert device.allocator_bytes(gpu, "allocated") == 0
 
 
 @pytest.mark.parametrize(
@@ -239,7 +247,7 @@ def test_a_smaller_fraction_makes_smaller_chunks(card):
     """Something like the Qwen3-8B shape at 196,608 tokens; the limit is asked for again at each
     forward's first layer."""
     phase = Phase("backward 0", Law(17.2 * GIB, 0.22 * 2**20, 200 * 2**10))
-    figures = Figures(
+    figures = StepFigures(
         StepNeed(Method("streambp", (), "none", False, True, (phase,), (), Law(), ())),
         {},
         lambda tokens, chunk: 1 / chunk,

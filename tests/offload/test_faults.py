@@ -189,7 +189,7 @@ def test_host_memory_that_the_system_does_not_give(refusal, on_host_full, grante
 
 def test_without_its_words_a_lack_of_memory_is_an_error(monkeypatch):
     """The mutant of the arena: what the allocator says is passed on."""
-    monkeypatch.setattr(arena, "NO_HOST_MEMORY", re.compile("nothing"))
+    monkeypatch.setattr(arena, "HOST_MEMORY_ERROR", re.compile("nothing"))
     with pytest.raises(RuntimeError, match="DefaultCPUAllocator"):
         test_host_memory_that_the_system_does_not_give(REFUSALS[0], "keep", 0, monkeypatch)
 

@@ -1,7 +1,7 @@
 """saves="auto" without offloading: it fits, changes no value, and gives way where memory runs
 short. [Note: saves that fit]
 
-covers: layer/function.py, layer/oom.py, layer/saved.py, offload/costs.py,
+covers: layer/function.py, layer/oom.py, layer/saved_tensors.py, offload/costs.py,
     offload/policy.py, planner/auto.py
 """
 
@@ -25,9 +25,9 @@ from streambp.attention.prefix import Stage
 from streambp.device import RandomState
 from streambp.errors import BackwardError, DeviceMemoryError
 from streambp.layer.call import LayerCall
-from streambp.layer.saved import SavedForBackward
+from streambp.layer.saved_tensors import SavedForBackward
 from streambp.offload import free_memory, policy
-from streambp.offload.costs import Cost, Figures, LayerCost, Product
+from streambp.offload.costs import Cost, LayerCost, LinearOutput, StepFigures
 from streambp.offload.free_memory import host_limit
 from streambp.offload.policy import SavesPolicy
 from streambp.planner import auto
@@ -39,18 +39,18 @@ from tests.offload.runs import assert_same, step
 from tests.seeds import seed_of, seed_torch
 
 TOKEN = 1000.0  # bytes that the law of these tests gives each of them
-PLENTY = 1e9
+AMPLE_BYTES = 1e9
 LAW = auto.StepNeed(
     Method("streambp", (), "none", False, True, (Phase("all", Law(0.0, TOKEN)),), (), Law(), ())
 )
-ROOMS = (0.0, 3e4, 1e5, 2.5e5, PLENTY)
+FREE_BYTES = (0.0, 3e4, 1e5, 2.5e5, AMPLE_BYTES)
 
 
 class Device:
     """Memory as these tests say it is: `headroom` bytes beside a step without saves, less what is taken
     meanwhile."""
 
-    def __init__(self, headroom=PLENTY):
+    def __init__(self, headroom=AMPLE_BYTES):
         self.headroom, self.tokens, self.taken_bytes = headroom, 2 * LENGTH, 0.0
 
     def free(self, device):
@@ -61,8 +61,8 @@ class Device:
 def patched(monkeypatch):
     """Makes a streamed model whose saves are chosen for the memory that a `Device` says."""
 
-    def make(model=None, headroom=PLENTY, chunk_size=5):
-        monkeypatch.setattr(auto, "bound", lambda *_: LAW)
+    def make(model=None, headroom=AMPLE_BYTES, chunk_size=5):
+        monkeypatch.setattr(auto, "upper_bound_of_step", lambda *_: LAW)
         model = (
             build("qwen3", num_hidden_layers=3, attention_dropout=0.3)
             if model is None
@@ -153,7 +153,7 @@ def planned(model):
 
 
 @pytest.mark.fast(2)
-@pytest.mark.parametrize("headroom", ROOMS)
+@pytest.mark.parametrize("headroom", FREE_BYTES)
 def test_it_takes_what_it_planned_and_changes_no_value(patched, headroom):
     expected = without_saves()
     model, _ = patched(headroom=headroom)
@@ -164,7 +164,7 @@ def test_it_takes_what_it_planned_and_changes_no_value(patched, headroom):
     assert saved_bytes == pytest.approx(planned(model))
     assert saved_bytes <= headroom
     assert (saved_bytes > 0) == (headroom > 1e4)
-    if headroom == PLENTY:
+    if headroom == AMPLE_BYTES:
         assert all(
             {"attn_out", "kv", "mlp.gate_proj"} <= set(saves)
             for saves, _ in saves_by_layer.values()
@@ -211,7 +211,7 @@ def test_other_layers(patched, family):
     stock = zoo.build(family, dtype=torch.float32)
     expected = seeded(plain(stock))
     model, device = patched(stock)
-    for headroom in (PLENTY, 1e5, 2e4):
+    for headroom in (AMPLE_BYTES, 1e5, 2e4):
         device.headroom = headroom
         assert_same(seeded(model), expected)
     with kept_by_layer() as saves_by_layer:
@@ -228,14 +228,14 @@ def chosen_of_three(length, share):
     all they could."""
     shapes = {"q_proj": (4096, 4096), "gate_proj": (12288, 4096)}
     products = {
-        name: Product(length * o * 2, 2.0 * length * o * i) for name, (o, i) in shapes.items()
+        name: LinearOutput(length * o * 2, 2.0 * length * o * i) for name, (o, i) in shapes.items()
     }
     cost = Cost(
         length * 8192, length * 8320, length * 4096, 4.0 * 4096 * length / 2 * length, products
     )
     layer_cost = LayerCost(torch.device("cpu"), cost, 0.0, length, length, 1)
-    chooser = SavesPolicy(3, lambda device: None, lambda device: (Figures(), 0.0), False, True)
-    chooser.figures = Figures(LAW, dict.fromkeys(range(3), layer_cost))
+    chooser = SavesPolicy(3, lambda device: None, lambda device: (StepFigures(), 0.0), False, True)
+    chooser.figures = StepFigures(LAW, dict.fromkeys(range(3), layer_cost))
     all_there_is = [
         candidate
         for index in range(3)
@@ -309,7 +309,7 @@ def test_memory_that_shrinks_between_steps(patched):
     expected = without_saves()
     model, device = patched()
     seeded(model)
-    for headroom in (PLENTY, 2e5, 1e5, -1e6, 1e5):
+    for headroom in (AMPLE_BYTES, 2e5, 1e5, -1e6, 1e5):
         device.headroom = headroom
         with kept_by_layer() as saves_by_layer:
             assert_same(seeded(model), expected)
@@ -441,7 +441,7 @@ def test_micro_batches_in_any_order(patched):
 def test_what_other_processes_take_of_a_machine(monkeypatch):
     """Of its free memory a step takes a half at most, and what is free is looked up again within a
     step."""
-    machine = [2 * PLENTY]
+    machine = [2 * AMPLE_BYTES]
     monkeypatch.setattr(free_memory, "host_limit", lambda requested_bytes: machine[0])
     monkeypatch.setattr(free_memory, "HOST_MEMORY_CACHE_SECONDS", -1.0)
     expected = without_saves()
@@ -450,7 +450,7 @@ def test_what_other_processes_take_of_a_machine(monkeypatch):
     for _ in range(2):
         assert_same(seeded(model), expected)
     needed_bytes = chooser.figures.need(2 * LENGTH, 10)
-    assert chooser.latest.headroom == PLENTY - needed_bytes
+    assert chooser.latest.headroom == AMPLE_BYTES - needed_bytes
     assert sum(chooser.latest.layers.values()) > 3
     with after_the_first_layer(lambda: machine.__setitem__(0, 0.0)):
         assert_same(seeded(model), expected)
@@ -475,11 +475,13 @@ def test_a_machine_that_does_not_tell_its_free_memory(monkeypatch):
 def test_free_memory_is_not_looked_up_for_each_chunk(monkeypatch):
     looked = []
     monkeypatch.setattr(
-        free_memory, "host_limit", lambda requested_bytes: looked.append(requested_bytes) or PLENTY
+        free_memory,
+        "host_limit",
+        lambda requested_bytes: looked.append(requested_bytes) or AMPLE_BYTES,
     )
     monkeypatch.setattr(free_memory, "HOST_MEMORY_CACHE_SECONDS", 1e9)
     free = free_memory.FreeMemory()
-    assert [free(torch.device("cpu")) for _ in range(50)] == [PLENTY / 2] * 50
+    assert [free(torch.device("cpu")) for _ in range(50)] == [AMPLE_BYTES / 2] * 50
     assert len(looked) == 1
 
 
@@ -494,7 +496,7 @@ def test_describe_tells(patched):
 
 
 def test_a_model_that_cannot_be_counted_saves_nothing(monkeypatch):
-    unknown = Figures(why="a step could not be counted: it reads values")
+    unknown = StepFigures(why="a step could not be counted: it reads values")
     monkeypatch.setattr(auto.ModelStates, "_count", lambda self, device: unknown)
     model = streambp.patch(build("qwen3"), streambp.StreamConfig(chunk_size=5, saves="auto"))
     expected = seeded(streambp.patch(build("qwen3"), streambp.StreamConfig(chunk_size=5)))
@@ -514,13 +516,13 @@ def test_copies_have_seen_nothing(patched):
 def test_the_first_step_saves_what_was_counted(monkeypatch):
     """On tensors without data, layer by layer: the same bytes as are seen in the step itself."""
     monkeypatch.setattr(auto, "_law", lambda *_: LAW)
-    monkeypatch.setattr(free_memory, "free_memory", lambda device: PLENTY)
+    monkeypatch.setattr(free_memory, "free_memory", lambda device: AMPLE_BYTES)
     model = build("qwen3", num_hidden_layers=4, attention_dropout=0.3)
     expected = seeded(plain(model))
     model = streambp.patch(model, streambp.StreamConfig(chunk_size=5, saves="auto"))
     chooser = chooser_of(model)
     chooser.free = Device(1.5e5).free
-    chooser.begins(torch.device("cpu"))
+    chooser.begin_forward(torch.device("cpu"))
     counted = {
         index: set(cost.candidates(index, 2 * LENGTH, LENGTH))
         for index, cost in chooser.figures.costs.items()
@@ -590,7 +592,7 @@ def test_a_choice_that_ignores_the_room_is_seen(patched, monkeypatch):
     monkeypatch.setattr(
         SavesPolicy,
         "_fill",
-        lambda self, headroom_by_layer, *args: real(self, [[math.inf, PLENTY]], *args),
+        lambda self, headroom_by_layer, *args: real(self, [[math.inf, AMPLE_BYTES]], *args),
     )
     with pytest.raises(AssertionError):
         test_it_takes_what_it_planned_and_changes_no_value(patched, 1e5)

@@ -14,7 +14,7 @@ from torch.optim import SGD, AdamW
 
 from streambp.errors import BackwardError, ConfigError, HostMemoryError
 from streambp.integrations.in_backward import optimizer_in_backward
-from streambp.offload.gradients import Arriving
+from streambp.offload.gradients import GradientArrival
 from streambp.offload.ranges import view_of
 from streambp.offload.weights import HostWeights
 from tests import zoo
@@ -278,7 +278,7 @@ def test_mutant_a_buffer_that_is_used_again_too_early(monkeypatch):
     mutant(
         monkeypatch,
         HostWeights,
-        "leave",
+        "send_gradients",
         "all(storage() is None for storage in candidate.gradient_storages)",
         "True",
     )
@@ -291,7 +291,7 @@ def test_mutant_a_buffer_that_is_never_free(monkeypatch):
     mutant(
         monkeypatch,
         HostWeights,
-        "leave",
+        "send_gradients",
         "all(storage() is None for storage in candidate.gradient_storages)",
         "not candidate.gradient_storages",
     )
@@ -320,7 +320,7 @@ def test_what_sees_a_storage_sees_it_go():
 
 def test_weights_go_into_their_layer_as_they_are():
     weight = torch.nn.Parameter(torch.randn(3))
-    (layer_input,) = Arriving.apply([], weight)
+    (layer_input,) = GradientArrival.apply([], weight)
     assert layer_input.data_ptr() == weight.data_ptr()
     layer_input.sum().backward()
     assert torch.equal(weight.grad, torch.ones(3))

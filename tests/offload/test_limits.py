@@ -28,9 +28,10 @@ from tests.oracle import gradients, worst_error
 from tests.seeds import seed_of, seed_torch
 from tests.versions import needs_states
 
-SMALL = 512  # bytes that an allocator has left over in what it holds
-PLENTY = 10**9
-NOTED = 10_000  # bytes: the witness of two tiny layers notes more where something is saved. [Note: witness]
+ALLOCATOR_REST_BYTES = 512  # bytes that an allocator has left over in what it holds
+AMPLE_BYTES = 10**9
+# bytes: the witness of two tiny layers notes more where something is saved. [Note: witness]
+MAX_WITNESS_BYTES = 10_000
 
 
 class Device(LiveBytes):
@@ -42,7 +43,12 @@ class Device(LiveBytes):
     """
 
     def __init__(
-        self, limit=PLENTY, shrinks_at=None, later_limit=PLENTY, fails_at=math.inf, error=None
+        self,
+        limit=AMPLE_BYTES,
+        shrinks_at=None,
+        later_limit=AMPLE_BYTES,
+        fails_at=math.inf,
+        error=None,
     ):
         super().__init__()
         self.error = (
@@ -63,20 +69,20 @@ class Device(LiveBytes):
         live_before = self.live
         result = super().__torch_dispatch__(func, types, args, kwargs)
         fails = self.operations >= self.fails_at and not self.failed
-        if self.live > live_before + SMALL and (fails or self.live > self.limit):
+        if self.live > live_before + ALLOCATOR_REST_BYTES and (fails or self.live > self.limit):
             self.failed = True
             # one that is kept would keep the frames it came through
             raise type(self.error)(*self.error.args)
         return result
 
 
-class Need(costs.Need):
+class MemoryNeed(costs.MemoryNeed):
     """What a step without saves was seen to take; how much of it a chunk takes is not known."""
 
     def __init__(self):
         self.bytes = 0.0
 
-    def by_layer(self, tokens, chunk, present):
+    def bytes_by_layer(self, tokens, chunk, present):
         return ((math.inf, self.bytes),)
 
     def chunk_bytes(self, chunk):
@@ -87,7 +93,7 @@ class FixedNeed:
     """What a policy knows of a model's steps is what they need; what layers may save they show."""
 
     def __init__(self, need):
-        self.figures = costs.Figures(need)
+        self.figures = costs.StepFigures(need)
 
     def __call__(self, device):
         return self.figures, 0.0
@@ -108,7 +114,7 @@ class Pair:
             for w in self.model._streambp.wrappers
             if hasattr(w, "layer_state")
         )
-        self.need = Need()
+        self.need = MemoryNeed()
         self.chooser.states = FixedNeed(self.need)
         self.device = None
         self.chooser.free = lambda device: self.device.limit - self.device.live
@@ -168,12 +174,12 @@ def through(pair, make, count):
     return raised
 
 
-MANY = pytest.mark.full
+FULL_MARK = pytest.mark.full
 
 
 @pytest.mark.parametrize(
     ("chunk_size", "positions"),
-    [(5, 3), pytest.param(5, 16, marks=MANY), pytest.param(LENGTH, 16, marks=MANY)],
+    [(5, 3), pytest.param(5, 16, marks=FULL_MARK), pytest.param(LENGTH, 16, marks=FULL_MARK)],
 )
 def test_a_limit_that_shrinks_within_a_step(chunk_size, positions):
     pair = Pair(chunk_size).warmed()
@@ -182,7 +188,9 @@ def test_a_limit_that_shrinks_within_a_step(chunk_size, positions):
     assert saved.peak > pair.need.bytes  # it saves something
     assert (
         through(
-            pair, lambda at: Device(shrinks_at=at, later_limit=pair.need.bytes + NOTED), positions
+            pair,
+            lambda at: Device(shrinks_at=at, later_limit=pair.need.bytes + MAX_WITNESS_BYTES),
+            positions,
         )
         == []
     )
@@ -190,7 +198,7 @@ def test_a_limit_that_shrinks_within_a_step(chunk_size, positions):
 
 @pytest.mark.parametrize(
     ("chunk_size", "positions"),
-    [(5, 3), pytest.param(5, 24, marks=MANY), pytest.param(LENGTH, 24, marks=MANY)],
+    [(5, 3), pytest.param(5, 24, marks=FULL_MARK), pytest.param(LENGTH, 24, marks=FULL_MARK)],
 )
 def test_errors_at_any_operation(chunk_size, positions):
     pair, begun = Pair(chunk_size).warmed(), []
@@ -218,7 +226,7 @@ def test_errors_where_a_chunk_reads_what_another_left(family):
 def test_a_limit_that_shrinks_between_steps():
     pair = Pair(5).warmed()
     expected, _ = pair.reference()
-    for headroom in (PLENTY, 60_000, 30_000, 10_000, 0, 30_000):
+    for headroom in (AMPLE_BYTES, 60_000, 30_000, 10_000, 0, 30_000):
         device = Device(limit=pair.need.bytes + headroom)
         assert_same(pair.step(device), expected)
         assert device.peak <= device.limit
@@ -236,18 +244,25 @@ def test_random_lengths_and_limits_do_not_grow(steps):
     for _ in range(steps):
         batch, expected, reference_device = references[draw.choice(list(references))]
         pair.need.bytes = reference_device.peak
-        limit = reference_device.peak + draw.choice((0, 5_000, 40_000, PLENTY))
+        limit = reference_device.peak + draw.choice((0, 5_000, 40_000, AMPLE_BYTES))
         device = Device(limit, draw.randint(1, reference_device.operations), reference_device.peak)
         assert_same(pair.step(device, **batch), expected)
         gc.collect()
-        assert device.live <= sum(p.grad.nbytes for p in pair.model.parameters()) + SMALL
+        assert (
+            device.live
+            <= sum(p.grad.nbytes for p in pair.model.parameters()) + ALLOCATOR_REST_BYTES
+        )
     del device
     pair.device = None
     assert not [saved for saved in pair.chooser._waiting if saved.saves]
     assert len(pair.chooser.figures.costs) == 2
 
 
-ROOMS = (200_000, 70_000, 40_000)  # bytes: for Linears and attention, for fewer and fewer of them
+FREE_BYTES = (
+    200_000,
+    70_000,
+    40_000,
+)  # bytes: for Linears and attention, for fewer and fewer of them
 
 
 def exact_pair(chunk_size, batch):
@@ -270,13 +285,13 @@ def exact_or_without_memory(pair, expected, device, batch):
     return True
 
 
-def scan(chunk_size, length=LENGTH, headrooms=ROOMS, stride=1):
+def scan(chunk_size, length=LENGTH, headrooms=FREE_BYTES, stride=1):
     """One operation after the other lacks memory, then memory shrinks there, in a step that has
     been without memory at a random operation before it; and how many steps came to an end."""
     batch, ended, draw = make_batch("plain", length=length), 0, random.Random(seed_of(5))
     pair, expected = exact_pair(chunk_size, batch)
     for headroom in headrooms:
-        limit, small_limit = pair.need.bytes + headroom, pair.need.bytes + NOTED
+        limit, small_limit = pair.need.bytes + headroom, pair.need.bytes + MAX_WITNESS_BYTES
         pair.forget()
         pair.step(full_device := Device(limit), **batch)
         for at in range(1 + draw.randrange(stride), full_device.operations + 1, stride):
@@ -292,12 +307,12 @@ def scan(chunk_size, length=LENGTH, headrooms=ROOMS, stride=1):
 @pytest.mark.parametrize(
     ("chunk_size", "length", "headrooms", "stride"),
     [
-        pytest.param(5, LENGTH, ROOMS, 7, marks=MANY),
-        pytest.param(LENGTH, LENGTH, ROOMS, 1, marks=MANY),
-        pytest.param(LENGTH, 2 * LENGTH - 1, ROOMS, 7, marks=MANY),
-        pytest.param(2 * LENGTH - 1, 2 * LENGTH - 1, ROOMS, 7, marks=MANY),
-        (5, LENGTH, ROOMS[:1], 2000),
-        (LENGTH, LENGTH, ROOMS[:1], 100),
+        pytest.param(5, LENGTH, FREE_BYTES, 7, marks=FULL_MARK),
+        pytest.param(LENGTH, LENGTH, FREE_BYTES, 1, marks=FULL_MARK),
+        pytest.param(LENGTH, 2 * LENGTH - 1, FREE_BYTES, 7, marks=FULL_MARK),
+        pytest.param(2 * LENGTH - 1, 2 * LENGTH - 1, FREE_BYTES, 7, marks=FULL_MARK),
+        (5, LENGTH, FREE_BYTES[:1], 2000),
+        (LENGTH, LENGTH, FREE_BYTES[:1], 100),
     ],
 )
 def test_each_operation_in_turn(chunk_size, length, headrooms, stride):
@@ -305,7 +320,7 @@ def test_each_operation_in_turn(chunk_size, length, headrooms, stride):
 
 
 @pytest.mark.usefixtures("float64_oracle")
-@pytest.mark.parametrize("chunk_size", [pytest.param(5, marks=MANY), LENGTH])
+@pytest.mark.parametrize("chunk_size", [pytest.param(5, marks=FULL_MARK), LENGTH])
 def test_each_activation_in_turn(chunk_size):
     """Attention is behind it, the chunk's end is not: its keys and values are written a second
     time."""
@@ -313,7 +328,7 @@ def test_each_activation_in_turn(chunk_size):
     pair, expected = exact_pair(chunk_size, batch)
     chunks, layers = -(-LENGTH // chunk_size), 2
     failed = 0
-    for headroom in ROOMS[:2]:
+    for headroom in FREE_BYTES[:2]:
         for call in range(1, 2 * chunks * layers + 1):  # in forward and in backward
             pair.forget()
             with broken_activation(call, torch.OutOfMemoryError):
@@ -322,7 +337,7 @@ def test_each_activation_in_turn(chunk_size):
                 )
             assert exact_or_without_memory(pair, expected, Device(), batch)
     # before the first layer has saved something, and when all is let go of
-    assert failed <= 2 * len(ROOMS[:2])
+    assert failed <= 2 * len(FREE_BYTES[:2])
 
 
 @pytest.mark.usefixtures("float64_oracle")
@@ -331,7 +346,7 @@ def test_against_the_unpatched_model(chunk_size):
     """In float64: where all is kept and where nothing is."""
     batch = make_batch("plain")
     pair, expected = exact_pair(chunk_size, batch)
-    for device in (Device(), Device(pair.need.bytes + NOTED)):
+    for device in (Device(), Device(pair.need.bytes + MAX_WITNESS_BYTES)):
         assert exact_or_without_memory(pair, expected, device, batch)
     assert pair.chooser.latest.bytes == {}
 

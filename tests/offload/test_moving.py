@@ -1,7 +1,7 @@
 """When a micro-batch moves saved tensors to the host: seconds, the price of pinned memory, and what
 is predicted. [Note: host by seconds]
 
-covers: offload/moving.py, offload/engines.py, offload/arena.py
+covers: offload/host_choice.py, offload/engines.py, offload/arena.py
 """
 
 from __future__ import annotations
@@ -12,27 +12,27 @@ import math
 import pytest
 import torch
 
-from streambp.offload import moving
-from streambp.offload.costs import Cost, LayerCost, Product
-from streambp.offload.engines import ENOUGH_BYTES, OUT, Engine
+from streambp.offload import host_choice
+from streambp.offload.costs import Cost, LayerCost, LinearOutput
+from streambp.offload.engines import MIN_RATED_BYTES, TO_HOST_QUEUE, Engine
+from streambp.offload.host_choice import HostChoice, MicroBatchShape, StepSpeed, predicted_move
 from streambp.offload.manager import OffloadManager
-from streambp.offload.moving import HostChoice, Pace, Shape, predicted_move
 from streambp.offload.transfers import MICRO_BATCH
 
 TOKENS = 64
-SHAPE = Shape(TOKENS, TOKENS, 16)
+SHAPE = MicroBatchShape(TOKENS, TOKENS, 16)
 LINK = 100.0  # bytes/s
 CPU = torch.device("cpu")
 
 
 def costs(layers=4):
-    products = {"up": Product(640, 64000.0), "down": Product(320, 64000.0)}
+    products = {"up": LinearOutput(640, 64000.0), "down": LinearOutput(320, 64000.0)}
     cost = Cost(x=640, attn_out=640, kv=320, attention_flops=640000.0, products=products)
     return {index: LayerCost(CPU, cost, 0.0, TOKENS, TOKENS, 1) for index in range(layers)}
 
 
 def predicted(free_bytes=0.0, host=math.inf, forward=100.0, shape=SHAPE):
-    pace = Pace(forward, 2 * forward, 3 * forward, 1e5, 1e5, LINK)
+    pace = StepSpeed(forward, 2 * forward, 3 * forward, 1e5, 1e5, LINK)
     return predicted_move(costs(), shape, free_bytes, host, pace)
 
 
@@ -60,7 +60,7 @@ def test_copies_that_take_longer_than_backward_are_waited_for():
 
 
 def test_one_chunk_saves_no_keys():
-    step = predicted(9000.0, shape=Shape(TOKENS, TOKENS, TOKENS))
+    step = predicted(9000.0, shape=MicroBatchShape(TOKENS, TOKENS, TOKENS))
     names = {
         candidate.name for candidates in step.placement.saved.values() for candidate in candidates
     }
@@ -86,8 +86,8 @@ def test_the_price_is_paid_once_and_at_most_as_much_is_lost(gain):
     lost = 0.0
     while True:
         host.reset()
-        pays = host.pays(step, step.seconds + gain)
-        host.began(step if pays else None)
+        pays = host.is_worth_moving(step, step.seconds + gain)
+        host.begin_micro_batch(step if pays else None)
         if pays:
             break
         assert host.unpaid_seconds == pytest.approx(price - lost - gain)
@@ -100,11 +100,11 @@ def test_a_small_gain_moves_nothing():
     step = predicted()
     host = a_host(0.0)
     host.reset()
-    assert not host.pays(step, step.seconds * (1 + moving.LEAST_GAIN / 2))
+    assert not host.is_worth_moving(step, step.seconds * (1 + host_choice.MIN_RELATIVE_GAIN / 2))
     assert host.gain == 0
-    assert host.pays(step, step.seconds * (1 + 3 * moving.LEAST_GAIN))
-    assert host.pays(step, math.inf)
-    assert not host.pays(dataclasses.replace(step, fits=False), math.inf)
+    assert host.is_worth_moving(step, step.seconds * (1 + 3 * host_choice.MIN_RELATIVE_GAIN))
+    assert host.is_worth_moving(step, math.inf)
+    assert not host.is_worth_moving(dataclasses.replace(step, fits=False), math.inf)
 
 
 def test_counting_begins_once_it_may_pay():
@@ -112,8 +112,8 @@ def test_counting_begins_once_it_may_pay():
     decisions = []
     for _ in range(4):
         host.reset()
-        decisions.append(host.is_worth_counting(moving.COUNTING / 3, 100.0))
-        host.began(None)
+        decisions.append(host.is_worth_counting(host_choice.COUNTING_SECONDS / 3, 100.0))
+        host.begin_micro_batch(None)
     assert decisions == [False, False, True, True]
     assert not host.is_worth_counting(0.01, 100.0)
     assert a_host(1.0).is_worth_counting(0.01, math.inf)
@@ -138,15 +138,15 @@ def test_pinned_memory_is_free():
 def test_a_rate_is_known_after_enough_bytes():
     engine = Engine(CPU)
     small = torch.zeros(1024, dtype=torch.uint8)
-    engine.copy(OUT, small.clone(), small)
-    assert engine.rate(OUT) is None
-    engine._copied[OUT] = ENOUGH_BYTES
-    engine._spent[OUT] = 2.0
-    assert engine.rate(OUT) == ENOUGH_BYTES / 2
+    engine.copy(TO_HOST_QUEUE, small.clone(), small)
+    assert engine.rate(TO_HOST_QUEUE) is None
+    engine._copied[TO_HOST_QUEUE] = MIN_RATED_BYTES
+    engine._spent[TO_HOST_QUEUE] = 2.0
+    assert engine.rate(TO_HOST_QUEUE) == MIN_RATED_BYTES / 2
 
 
 def forgets_what_was_lost(patch):
-    patch.setattr(HostChoice, "began", lambda self, step: None)
+    patch.setattr(HostChoice, "begin_micro_batch", lambda self, step: None)
 
 
 def pays_nothing(patch):

@@ -1,7 +1,8 @@
 """Models on a CPU that move saved tensors to the host by default, because the policy is told that
 the device has no room. No forward draws other dropout masks for that. [Note: host by seconds]
 
-covers: offload/moving.py, offload/policy.py, offload/manager.py, model/state.py, model/wrappers.py
+covers: offload/host_choice.py, offload/policy.py, offload/manager.py, model/state.py,
+model/wrappers.py
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ import streambp
 from streambp.model.state import ForwardContext
 from streambp.offload import manager as managers
 from streambp.offload import policy
-from streambp.offload.costs import HostFigures, Shortage
-from streambp.offload.free_memory import NO_LIMIT
+from streambp.offload.costs import HostStepFigures, Shortage
+from streambp.offload.free_memory import UNLIMITED_BYTES
+from streambp.offload.host_choice import HostChoice
 from streambp.offload.manager import OffloadManager
-from streambp.offload.moving import HostChoice
 from tests.families import LENGTH, build, make_batch
 from tests.offload.runs import assert_same, step
-from tests.offload.test_limits import Need
+from tests.offload.test_limits import MemoryNeed
 from tests.oracle import gradients, worst_error
 from tests.seeds import seed_torch
 
 ROWS = 2
-ROOM = 10**9
+AMPLE_BYTES = 10**9
 ON_DEVICE, ON_HOST = 4, 16  # positions of a chunk
 
 
@@ -45,12 +46,12 @@ def full_device_model(rate=0.0, **settings):
     step(model)
     chooser = chooser_of(model)
     chooser.learn()
-    figures, need = chooser.figures, Need()
-    figures.need, figures.seconds, figures.products = Need(), lambda *_: 1.0, 1e9
-    figures.need.bytes = 2 * ROOM
-    on_host = HostFigures(need, lambda *_: (0.3, 0.7, 1.0), 1e9, 1.0, 1e9)
+    figures, need = chooser.figures, MemoryNeed()
+    figures.need, figures.seconds, figures.products = MemoryNeed(), lambda *_: 1.0, 1e9
+    figures.need.bytes = 2 * AMPLE_BYTES
+    on_host = HostStepFigures(need, lambda *_: (0.3, 0.7, 1.0), 1e9, 1.0, 1e9)
     figures.on_host = lambda: on_host
-    chooser.free = lambda _: ROOM
+    chooser.free = lambda _: AMPLE_BYTES
     return model
 
 
@@ -65,7 +66,7 @@ def moves(model):
 def little_room(model):
     """Have inputs leave, too: the device has no room beside a step that moves."""
     chooser = chooser_of(model)
-    chooser.figures.on_host().need.bytes = ROOM
+    chooser.figures.on_host().need.bytes = AMPLE_BYTES
     return model
 
 
@@ -107,7 +108,8 @@ def test_without_draws_the_forward_with_gradients_moves():
 
 
 def in_a_checkpoint(rate, reentrant):
-    """A step whose whole model is a checkpoint moves nothing, neither in forward nor in backward."""
+    """A step whose whole model is a checkpoint moves nothing, neither in forward nor in
+    backward."""
     model = little_room(full_device_model(rate))
     batch = make_batch("plain")
     hidden = model.get_input_embeddings()(batch["input_ids"])
@@ -140,8 +142,8 @@ def test_where_nothing_leaves_nothing_moves():
 def test_memory_that_steps_on_the_device_lacked_is_left_free_by_those_that_move():
     model = full_device_model()
     chooser = chooser_of(model)
-    chooser.figures.on_host().need.bytes = 0.5 * ROOM
-    shortage = Shortage((ROWS * LENGTH, ROWS * ON_HOST), 0.0, 0.0, {}, margin=0.5 * ROOM)
+    chooser.figures.on_host().need.bytes = 0.5 * AMPLE_BYTES
+    shortage = Shortage((ROWS * LENGTH, ROWS * ON_HOST), 0.0, 0.0, {}, margin=0.5 * AMPLE_BYTES)
     chooser.margins[shortage.key] = shortage
     step(model)
     assert moves(model)  # only because of the margin
@@ -181,11 +183,11 @@ def test_the_default_pins_half_of_the_host(host_memory, on_demand, headroom, mon
 
 def test_a_host_of_unknown_memory_is_not_used(monkeypatch):
     monkeypatch.setattr(
-        managers, "host_limit", lambda requested_bytes, set_aside=0, part=0.9: NO_LIMIT
+        managers, "host_limit", lambda requested_bytes, set_aside=0, part=0.9: UNLIMITED_BYTES
     )
     assert OffloadManager(None, "keep", 4, on_demand=True).host_room() == 0
     assert OffloadManager(2000, "keep", 4, on_demand=True).host_room() == 2000
-    assert OffloadManager(None, "keep", 4).host_room() == NO_LIMIT
+    assert OffloadManager(None, "keep", 4).host_room() == UNLIMITED_BYTES
 
 
 def test_half_of_the_host_is_described():
@@ -218,7 +220,7 @@ def copies_the_batch(patch):
 
 
 def nine_tenths(patch):
-    patch.setattr(managers, "DEFAULT_HOST_PART", 0.9)
+    patch.setattr(managers, "DEFAULT_HOST_FRACTION", 0.9)
 
 
 MUTANTS = {

@@ -18,7 +18,7 @@ from streambp.offload import arena, engines, manager_of, transfers
 from tests import zoo
 from tests.families import build, make_batch
 from tests.offload.runs import (
-    BOTH,
+    BOTH_SAVES,
     SAVES,
     SCHEDULES,
     assert_same,
@@ -37,7 +37,7 @@ from tests.oracle import worst_error
 @pytest.mark.parametrize(
     ("mode", "saves"),
     sampled(
-        lambda mode, saves: (mode == "packed") == (saves == BOTH) and mode != "left-padded",
+        lambda mode, saves: (mode == "packed") == (saves == BOTH_SAVES) and mode != "left-padded",
         ["plain", "left-padded", "packed"],
         SAVES,
     ),
@@ -72,13 +72,15 @@ def test_hidden_states_that_are_not_contiguous(float64_oracle):
     assert worst_error(actual, expected) <= 1e-10
 
 
-FAST = ("1F1B", "last first", "evaluation in between")  # the other two are parts of these
+FAST_CASES = ("1F1B", "last first", "evaluation in between")  # the other two are parts of these
 
 
 @pytest.mark.fast("last first-attn_out+kv")
 @pytest.mark.parametrize(
     ("schedule", "saves"),
-    sampled(lambda schedule, saves: saves == BOTH and schedule in FAST, SCHEDULES, SAVES),
+    sampled(
+        lambda schedule, saves: saves == BOTH_SAVES and schedule in FAST_CASES, SCHEDULES, SAVES
+    ),
 )
 def test_schedules(schedule, saves):
     expected, actual = (
@@ -93,7 +95,7 @@ def test_host_bytes_are_the_formulas_to_the_byte():
     expected = expected_host_bytes(model)
     loss = forward(model, 1)
     assert manager_of(model)._current().stack.used_bytes == expected
-    assert manager_of(model).transfers.bytes[engines.OUT] <= expected
+    assert manager_of(model).transfers.bytes[engines.TO_HOST_QUEUE] <= expected
     loss.backward()
     forward(model, 1).backward()
     assert manager_of(model).host_bytes <= 1.2 * expected
@@ -231,7 +233,7 @@ def test_arena_hands_out_aligned_ranges_that_do_not_overlap():
     first, second = stack.push(10), stack.push(64)
     first.fill_(1)
     assert second.sum() == 0
-    assert (second.data_ptr() - first.data_ptr()) % arena.ALIGNMENT == 0
+    assert (second.data_ptr() - first.data_ptr()) % arena.ALIGNMENT_BYTES == 0
     assert stack.push(1) is None
     assert not pool.grow(stack, 1000)
     pool.give_back(stack)

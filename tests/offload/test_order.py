@@ -1,7 +1,8 @@
 """The order in which backward reads what is on the host: copies are under way before it asks, and
 none is left over.
 
-covers: attention/kv.py, attention/prefix.py, layer/saved.py, offload/manager.py, planner/plan.py
+covers: attention/kv.py, attention/prefix.py, layer/saved_tensors.py, offload/manager.py,
+planner/plan.py
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import itertools
 import pytest
 import torch
 
-from streambp.layer.saved import SavedForBackward
+from streambp.layer.saved_tensors import SavedForBackward
 from streambp.offload.manager import HostTensors
 from streambp.planner import estimate
 from streambp.planner.profile import Setting
@@ -20,10 +21,10 @@ from tests import zoo
 from tests.offload.runs import assert_same, model_with, offloaded, sampled, step
 from tests.planner.test_estimates import QWEN3_8B
 
-ONE_BY_ONE = ("attn_out", "kv", "*_proj")
+SEPARATE_SAVES = ("attn_out", "kv", "*_proj")
 SAVES = [
     (),
-    *itertools.chain.from_iterable(itertools.combinations(ONE_BY_ONE, n) for n in (1, 2, 3)),
+    *itertools.chain.from_iterable(itertools.combinations(SEPARATE_SAVES, n) for n in (1, 2, 3)),
     ("attn_out", "*"),
 ]
 # Fused attention, attention over a cache, states, experts, values of another head size, picked

@@ -17,11 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import streambp
 from streambp import device
 from streambp.attention.kv import KVBuffer
-from streambp.attention.spans import Block, Kind
+from streambp.attention.spans import Block, BlockKind
 from streambp.device import is_out_of_memory, make_room
 from streambp.head import log_probs, one_pass
 from streambp.model import unpatched
-from streambp.offload.costs import AsUnpatched
+from streambp.offload.costs import UnpatchedChoice
 from tests.families import LENGTH, build
 from tests.offload.runs import assert_same
 from tests.offload.test_limits import Device, Pair, stepped
@@ -36,7 +36,7 @@ KINDS = {
     "triton": RuntimeError("Triton Error [CUDA]: out of memory"),
     "pluggable": MemoryError("std::bad_alloc: out_of_memory: RMM failure"),
 }
-OTHERS = (
+OTHER_ERRORS = (
     RuntimeError("the data set's cache is out of memory"),
     RuntimeError("CUDA error: an illegal memory access was encountered"),
     RuntimeError("NCCL error: unhandled cuda error, Cuda failure 2 'out of memory'"),
@@ -55,7 +55,7 @@ def test_who_says_so(kind):
     assert is_out_of_memory(anew(kind))
 
 
-@pytest.mark.parametrize("error", OTHERS, ids=str)
+@pytest.mark.parametrize("error", OTHER_ERRORS, ids=str)
 def test_what_is_something_else(error):
     assert not is_out_of_memory(error)
 
@@ -112,7 +112,7 @@ def test_as_unpatched(kind, monkeypatch):
     streamed, _ = pair.reference()
     expected = stepped(build("qwen3", num_hidden_layers=2), Device())
     pair.step(full_device := Device())
-    assert isinstance(pair.chooser.latest, AsUnpatched)
+    assert isinstance(pair.chooser.latest, UnpatchedChoice)
     raised = 0
     for at in range(1, full_device.operations, 29):
         step = step_without(pair, at, kind)
@@ -129,7 +129,7 @@ def are_equal(actual, expected):
     )
 
 
-class Once:
+class FailsFirst:
     """A function that finds no memory the first time."""
 
     def __init__(self, real):
@@ -147,16 +147,18 @@ def test_the_heads_gradient_takes_the_place_of_saves(monkeypatch):
     models = [build("qwen3", num_hidden_layers=2).bfloat16() for _ in range(2)]
     pair = Pair(5, models=models).warmed()
     expected, _ = pair.reference()
-    monkeypatch.setattr(log_probs, "_place", Once(log_probs._place))
+    monkeypatch.setattr(log_probs, "_output_buffer", FailsFirst(log_probs._output_buffer))
     assert_same(pair.step(Device()), expected)
-    assert log_probs._place.calls > 1
+    assert log_probs._output_buffer.calls > 1
     assert streambp.last_step(pair.model).let_go == "the loss ran out of memory"
     pair.forget()
     assert_same(pair.step(Device()), expected)
 
 
 def test_a_head_that_does_not_ask_for_saves_is_seen(monkeypatch):
-    monkeypatch.setattr(one_pass, "once_more", lambda device, drop_saves, compute, where: compute())
+    monkeypatch.setattr(
+        one_pass, "run_outside_with_retry", lambda device, drop_saves, compute, where: compute()
+    )
     with pytest.raises(torch.OutOfMemoryError):
         test_the_heads_gradient_takes_the_place_of_saves(monkeypatch)
 
@@ -235,11 +237,11 @@ def left_behind():
 
 def test_a_failed_backward_leaves_nothing_in_autograds_queue(monkeypatch):
     assert left_behind() == [False]
-    monkeypatch.setattr(torch.autograd, "grad", Only(torch.autograd.grad))
+    monkeypatch.setattr(torch.autograd, "grad", DifferentiatesOnce(torch.autograd.grad))
     assert left_behind() == [True]  # without make_room's
 
 
-class Only:
+class DifferentiatesOnce:
     """Differentiates the first time alone."""
 
     def __init__(self, real):
@@ -255,7 +257,7 @@ def test_gradients_of_keys_are_added_once_wherever_an_attempt_ends(at):
     """Of the additions of two blocks' dK and dV one fails, before it has written anything; the
     chunk is done again."""
     k, v, dk, dv = torch.randn(4, 2, 6, 3, 4).unbind()  # [B, T, H_kv, D] each
-    blocks = [Block(Kind.CAUSAL, 0, 2, 0, 3, 0, 3), Block(Kind.CAUSAL, 0, 2, 3, 6, 0, 6)]
+    blocks = [Block(BlockKind.CAUSAL, 0, 2, 0, 3, 0, 3), Block(BlockKind.CAUSAL, 0, 2, 3, 6, 0, 6)]
 
     class Fails(TorchDispatchMode):
         count = 0

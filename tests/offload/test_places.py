@@ -1,6 +1,6 @@
 """What a layer saves, and where, is one choice for the host's room and the device's.
 
-covers: offload/places.py, offload/policy.py, offload/manager.py, offload/link.py
+covers: offload/placement.py, offload/policy.py, offload/manager.py, offload/link.py
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from streambp.offload import manager_of, policy
 from streambp.offload.costs import Candidate
 from streambp.offload.engines import DeviceMemory
 from streambp.offload.manager import OffloadManager
-from streambp.offload.places import INPUT, Headroom, choose_placement
+from streambp.offload.placement import INPUT_NAME, Headroom, choose_placement
 from tests.families import LENGTH, build, make_batch
 from tests.offload.runs import assert_same, layer_bytes, model_with, prefix_bytes, step
 from tests.offload.test_auto import Injected, auto
-from tests.oracle import EXACT, gradients, worst_error
+from tests.oracle import MAX_FLOAT64_ERROR, gradients, worst_error
 from tests.seeds import seed_of
 
-SECONDS = 16  # of a layer's forward, by the injected clock
+FORWARD_SECONDS = 16  # of a layer's forward, by the injected clock
 PEAK = 10 * prefix_bytes()
 NAMES = ("attn_out", "kv", "gate", "up")
 
@@ -52,7 +52,7 @@ def check_rooms(placement, inputs, candidates, headroom):
     host = device = 0
     forced = 0
     for index, size in inputs.items():
-        sizes = {INPUT: size} | {
+        sizes = {INPUT_NAME: size} | {
             candidate.name: candidate.bytes for candidate in placement.saved[index]
         }
         assert len(sizes) == 1 + len(placement.saved[index])
@@ -158,13 +158,13 @@ def test_attention_that_is_faster_than_its_copies_stays():
     candidates = [Candidate(0, "attn_out", 4, 9.0), Candidate(0, "gate", 4, 1.0)]
     placement = choose_placement({0: 2}, {0: candidates}, Headroom(100, 100, 4, ("attn_out",)))
     assert placement.staying[0] == {"attn_out"}
-    assert placement.leaving == {INPUT: 2, "gate": 4}
+    assert placement.leaving == {INPUT_NAME: 2, "gate": 4}
 
 
 def with_both_rooms(free, model=None, part=0.5):
     """A model whose second step has both: a link that takes about such a part of a layer, and a
     device with so many bytes free."""
-    link = part * layer_bytes() / SECONDS
+    link = part * layer_bytes() / FORWARD_SECONDS
     return auto(Injected(link=link, memory=DeviceMemory(10, PEAK, PEAK + free)), model)
 
 
@@ -220,7 +220,7 @@ def test_against_the_unpatched_model_in_float64(float64_oracle):
     assert model._streambp.saves_policy.latest.on_device
     assert float(actual[0]) == pytest.approx(float(expected[0]), rel=1e-12)
     assert actual[1].keys() == expected[1].keys()
-    assert worst_error(actual[1], expected[1]) <= EXACT
+    assert worst_error(actual[1], expected[1]) <= MAX_FLOAT64_ERROR
 
 
 def test_a_device_without_room_for_saves_keeps_none():

@@ -1,7 +1,7 @@
 """saves="auto" decides when a step begins, from what the model and its device are then. [Note:
 saves that fit]
 
-covers: device.py, layer/products.py, layer/saved.py, offload/policy.py, planner/auto.py,
+covers: device.py, layer/products.py, layer/saved_tensors.py, offload/policy.py, planner/auto.py,
 planner/skeleton.py
 """
 
@@ -18,16 +18,16 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import streambp
-from streambp.layer import saved
-from streambp.layer.saved import SavedForBackward
+from streambp.layer import saved_tensors
+from streambp.layer.saved_tensors import SavedForBackward
 from streambp.offload import costs, free_memory, policy
 from streambp.planner import auto
 from tests.families import LENGTH, build, make_batch
 from tests.offload.runs import assert_same, step
-from tests.offload.test_limits import Device, FixedNeed, Need, stepped
+from tests.offload.test_limits import Device, FixedNeed, MemoryNeed, stepped
 from tests.seeds import seed_torch
 
-HERE = torch.device("cpu")
+CPU_DEVICE = torch.device("cpu")
 GIB = 2**30
 
 
@@ -62,14 +62,19 @@ def patched(model, **settings):
 def answers(model, lengths=(2048, 16384, 65536)):
     """What is decided at some lengths."""
     chooser = policy_of(model)
-    chooser.begins(HERE)
-    chooser.ended()
+    chooser.begin_forward(CPU_DEVICE)
+    chooser.end_forward()
     decisions = []
     for length in lengths:
-        size = chooser.size(1, length, HERE)
-        headroom_by_layer = chooser._headroom_by_layer(chooser.free(HERE), length, size)
+        size = chooser.size(1, length, CPU_DEVICE)
+        headroom_by_layer = chooser._headroom_by_layer(chooser.free(CPU_DEVICE), length, size)
         decisions.append(
-            (size, chooser._fill(headroom_by_layer, range(3), HERE, length, length, size == length))
+            (
+                size,
+                chooser._fill(
+                    headroom_by_layer, range(3), CPU_DEVICE, length, length, size == length
+                ),
+            )
         )
     return decisions
 
@@ -94,7 +99,7 @@ def on_meta_first(model, card, monkeypatch):
     states = model.state_dict()
     with torch.device("meta"):
         empty = type(model)(copy.deepcopy(model.config)).to(torch.bfloat16)
-    empty = patched(empty).to_empty(device=HERE).train()
+    empty = patched(empty).to_empty(device=CPU_DEVICE).train()
     empty.load_state_dict(states)
     return empty
 
@@ -138,11 +143,15 @@ def adapted(model):
     peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))
 
 
-CHANGES = {"frozen": frozen, "cast": lambda model: model.to(torch.float32), "adapters": adapted}
+MODEL_CHANGES = {
+    "frozen": frozen,
+    "cast": lambda model: model.to(torch.float32),
+    "adapters": adapted,
+}
 
 
 @pytest.mark.fast("frozen", "adapters")
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", MODEL_CHANGES)
 def test_what_changes_after_patch_is_counted_anew(change, card, monkeypatch):
     counted = []
     real = auto.survey
@@ -155,7 +164,7 @@ def test_what_changes_after_patch_is_counted_anew(change, card, monkeypatch):
         for _ in range(3):
             step(model)
         needs.append(policy_of(model).figures.need(2 * LENGTH, LENGTH))
-        CHANGES[change](model) if len(needs) == 1 else None
+        MODEL_CHANGES[change](model) if len(needs) == 1 else None
     assert len(counted) == 2  # once for each state
     trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     need_before, need_after = needs
@@ -179,7 +188,7 @@ def test_a_count_leaves_nothing_behind(card):
         torch.no_grad(),
         torch.autograd.graph.save_on_cpu(),
     ):
-        policy_of(model).begins(HERE)
+        policy_of(model).begin_forward(CPU_DEVICE)
     assert isinstance(policy_of(model).figures.need, auto.StepNeed)
     assert torch.equal(random_state, torch.default_generator.get_state())
     assert not hook_calls
@@ -191,14 +200,14 @@ def test_gradients_that_are_there_are_not_needed_once_more(card):
     as much as a first."""
     model = patched(tiny())
     chooser = policy_of(model)
-    chooser.begins(HERE)
-    chooser.ended()
+    chooser.begin_forward(CPU_DEVICE)
+    chooser.end_forward()
     first, size = needed_last(chooser), sum(p.nbytes for p in model.parameters())
     step(model)
     for keeps in (True, False):
         model.zero_grad(set_to_none=not keeps)
-        chooser.begins(HERE)
-        chooser.ended()
+        chooser.begin_forward(CPU_DEVICE)
+        chooser.end_forward()
         assert chooser.present == float(keeps)
         assert (
             first - size < needed_last(chooser) < first - size / 3
@@ -207,7 +216,7 @@ def test_gradients_that_are_there_are_not_needed_once_more(card):
         )
     for parameter in model.model.layers[0].parameters():
         parameter.grad = torch.zeros_like(parameter)
-    chooser.begins(HERE)
+    chooser.begin_forward(CPU_DEVICE)
     assert 0.1 < chooser.present < 0.9
     needed_bytes, chooser.present, present = needed_last(chooser), 1.0, chooser.present
     assert (first - needed_bytes) / (first - needed_last(chooser)) == pytest.approx(present)
@@ -215,7 +224,7 @@ def test_gradients_that_are_there_are_not_needed_once_more(card):
 
 def needed_last(chooser):
     """What a step needs while its first layer's backward runs, when most gradients are there."""
-    return dict(chooser.figures.need.by_layer(64, 32, chooser.present))[0.0]
+    return dict(chooser.figures.need.bytes_by_layer(64, 32, chooser.present))[0.0]
 
 
 @pytest.mark.parametrize("settings", [{}, {"chunk_size": 5}, {"unpatched_runs": True}], ids=str)
@@ -237,7 +246,7 @@ def test_readings_for_each_layer_are_seen(card, monkeypatch):
         test_the_driver_is_asked_twice_at_most(card, {"chunk_size": 5})
 
 
-class TooSmall(Need):
+class TooSmall(MemoryNeed):
     """A law that misses a part of what a step takes."""
 
     work = 0.0
@@ -319,9 +328,9 @@ def test_a_margin_goes_when_it_is_no_longer_needed():
 
 def test_another_length_has_a_margin_of_its_own():
     chooser = policy.SavesPolicy(
-        1, lambda device: 100.0, lambda device: (costs.Figures(Need()), 0.0), True, True
+        1, lambda device: 100.0, lambda device: (costs.StepFigures(MemoryNeed()), 0.0), True, True
     )
-    chooser.figures = costs.Figures(Need())
+    chooser.figures = costs.StepFigures(MemoryNeed())
     chooser.margins[64, 8] = costs.Shortage((64, 8), 0.0, 0.0, {}, margin=30.0)
     assert chooser._headroom_by_layer(100.0, 64, 8) == [[math.inf, 70.0]]
     assert chooser._headroom_by_layer(100.0, 32, 8) == [[math.inf, 100.0]]
@@ -346,7 +355,7 @@ def test_an_allocator_that_does_not_tell(monkeypatch):
 @pytest.mark.parametrize(("total", "reserved"), [(80, 0.05 * 80), (8, 1.0)])
 def test_what_is_left_to_others(total, reserved, monkeypatch):
     monkeypatch.setattr(free_memory, "memory_limit", lambda device: total * GIB)
-    monkeypatch.setattr(free_memory, "counted_bytes", lambda device, kind: 0)
+    monkeypatch.setattr(free_memory, "allocator_bytes", lambda device, kind: 0)
     assert free_memory.free_memory(torch.device("cuda", 0)) == pytest.approx(
         (total - reserved) * GIB
     )
@@ -494,6 +503,6 @@ def test_other_names_and_bytes_are_seen(mutant, card, monkeypatch):
             lambda self: setattr(self, "chosen_by_user", True) or real(self),
         )
     else:
-        monkeypatch.setattr(saved, "cast_to", lambda weight: torch.float16)
+        monkeypatch.setattr(saved_tensors, "linear_autocast_dtype", lambda weight: torch.float16)
     with pytest.raises(AssertionError):
         test_what_was_planned_is_kept("adapters", 1e9, card)

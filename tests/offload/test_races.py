@@ -13,7 +13,7 @@ import torch
 from streambp.attention import kv as keys
 from streambp.offload import engines, manager, manager_of
 from tests.offload.runs import (
-    BOTH,
+    BOTH_SAVES,
     SAVES,
     SCHEDULES,
     break_off,
@@ -37,13 +37,18 @@ def traced(schedule, saves=("attn_out", "kv"), collect=False, gpu_memory=None):
     return run(model, schedule), engine
 
 
-FAST = ("interleaved", "evaluation in between")  # the others are parts of what happens in these
+FAST_CASES = (
+    "interleaved",
+    "evaluation in between",
+)  # the others are parts of what happens in these
 
 
 @pytest.mark.fast("evaluation in between-attn_out+kv")
 @pytest.mark.parametrize(
     ("schedule", "saves"),
-    sampled(lambda schedule, saves: saves == BOTH and schedule in FAST, SCHEDULES, SAVES),
+    sampled(
+        lambda schedule, saves: saves == BOTH_SAVES and schedule in FAST_CASES, SCHEDULES, SAVES
+    ),
 )
 def test_no_races(schedule, saves):
     gradients, engine = traced(SCHEDULES[schedule], saves)
@@ -57,13 +62,13 @@ def test_no_races(schedule, saves):
     sampled(
         lambda schedule, saves, stay: (schedule, saves) == ("interleaved", ()),
         SCHEDULES,
-        [(), BOTH],
+        [(), BOTH_SAVES],
         [False, True],
     ),
 )
 def test_no_races_while_prefixes_stream(schedule, saves, stay, monkeypatch):
     """stay: some tiles do."""
-    monkeypatch.setattr(keys, "WORKING", 1)
+    monkeypatch.setattr(keys, "WORKING_TILES", 1)
     gradients, engine = traced(
         SCHEDULES[schedule], saves, gpu_memory=int(0.9 * prefix_bytes()) if stay else 1
     )
@@ -96,22 +101,37 @@ def races_without(waits, gpu_memory):
         return traced("F0 F1 B0 B1", collect=True, gpu_memory=gpu_memory)[1].races
 
 
-WAITS = {  # the wait that is left out, and a race that must be found then
-    "offload before compute": ([(engines.OUT, engines.COMPUTE)], "out reads device"),
+WAIT_CASES = {  # the wait that is left out, and a race that must be found then
+    "offload before compute": (
+        [(engines.TO_HOST_QUEUE, engines.COMPUTE_QUEUE)],
+        "out reads device",
+    ),
     "reload into memory that compute still uses": (
-        [(engines.BACK, engines.COMPUTE)],
+        [(engines.FROM_HOST_QUEUE, engines.COMPUTE_QUEUE)],
         "back writes device",
     ),
-    "compute before the reload": ([(engines.COMPUTE, engines.BACK)], "compute reads device"),
-    "source let go before its offload": ([(engines.COMPUTE, engines.OUT)], "writes device"),
+    "compute before the reload": (
+        [(engines.COMPUTE_QUEUE, engines.FROM_HOST_QUEUE)],
+        "compute reads device",
+    ),
+    "source let go before its offload": (
+        [(engines.COMPUTE_QUEUE, engines.TO_HOST_QUEUE)],
+        "writes device",
+    ),
     # Others cover these two as well: only what was let go is loaded, and compute waits for what
     # came back before a stack is used again. They fail without both.
     "host memory written before it was read": (
-        [(engines.OUT, engines.BACK), (engines.COMPUTE, engines.BACK)],
+        [
+            (engines.TO_HOST_QUEUE, engines.FROM_HOST_QUEUE),
+            (engines.COMPUTE_QUEUE, engines.FROM_HOST_QUEUE),
+        ],
         "out writes host",
     ),
     "reload before its offload": (
-        [(engines.BACK, engines.OUT), (engines.COMPUTE, engines.OUT)],
+        [
+            (engines.FROM_HOST_QUEUE, engines.TO_HOST_QUEUE),
+            (engines.COMPUTE_QUEUE, engines.TO_HOST_QUEUE),
+        ],
         "back reads host",
     ),
 }
@@ -119,10 +139,11 @@ WAITS = {  # the wait that is left out, and a race that must be found then
 
 @pytest.mark.fast("compute before the reload-None", "reload before its offload-None")
 @pytest.mark.parametrize(
-    ("name", "gpu_memory"), sampled(lambda name, gpu_memory: gpu_memory is None, WAITS, [None, 1])
+    ("name", "gpu_memory"),
+    sampled(lambda name, gpu_memory: gpu_memory is None, WAIT_CASES, [None, 1]),
 )
 def test_a_missing_wait_is_a_race(name, gpu_memory):
-    waits, race = WAITS[name]
+    waits, race = WAIT_CASES[name]
     assert not races_without((), gpu_memory)
     assert any(race in message for message in races_without(tuple(waits), gpu_memory))
 
@@ -131,7 +152,7 @@ def test_a_missing_wait_is_a_race(name, gpu_memory):
 def test_a_tile_must_not_be_changed_while_it_is_copied_out(monkeypatch):
     def borrow(self, name, chunk):
         tensor = self.peek(name, chunk)
-        self._engine.access(engines.COMPUTE, tensor, write=True)
+        self._engine.access(engines.COMPUTE_QUEUE, tensor, write=True)
         return tensor
 
     monkeypatch.setattr(manager.HostTensors, "borrow", borrow)

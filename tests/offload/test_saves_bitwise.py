@@ -3,7 +3,7 @@
 In half precision plain products take attention's output before it is rounded, and a saved one is
 rounded: there saves are as precise as none, not equal to the bit.
 
-covers: layer/saved.py, offload/manager.py
+covers: layer/saved_tensors.py, offload/manager.py
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from streambp.errors import BackwardError
-from streambp.layer import saved
+from streambp.layer import saved_tensors
 from streambp.offload import manager
 from tests import zoo
 from tests.families import build, make_batch
@@ -23,8 +23,8 @@ from tests.offload.runs import assert_same, model_with, sampled, step
 from tests.oracle import assert_as_precise, gradients, relative_l2
 from tests.versions import STATES_IN_CHUNKS
 
-EVERYTHING = ("attn_out", "kv", "*")
-SAVES = ((), ("attn_out",), ("kv",), ("attn_out", "kv"), ("*",), EVERYTHING)
+ALL_SAVES = ("attn_out", "kv", "*")
+SAVES = ((), ("attn_out",), ("kv",), ("attn_out", "kv"), ("*",), ALL_SAVES)
 # Fused attention, attention over a cache, states and experts, values of another head size than
 # keys, softcap.
 FAMILIES = ("qwen3", "gptj", "qwen3_next", "deepseek_v3", "gemma2")
@@ -46,7 +46,7 @@ def settings(fast):
 
 
 def some(family, mode, saves, offload):
-    return mode == "packed" and (saves == EVERYTHING or (family == "qwen3" and offload == "none"))
+    return mode == "packed" and (saves == ALL_SAVES or (family == "qwen3" and offload == "none"))
 
 
 @pytest.mark.fast(4)
@@ -65,7 +65,7 @@ def test_gradients_are_bitwise_those_with_nothing_saved(family, mode, saves, off
 @pytest.mark.parametrize("offload", ["none", "cpu"])
 def test_bf16_on_fused_attention(offload):
     result = step(
-        model_with(EVERYTHING, zoo.build("qwen3", torch.bfloat16), offload=offload), "packed"
+        model_with(ALL_SAVES, zoo.build("qwen3", torch.bfloat16), offload=offload), "packed"
     )
     assert_same(result, nothing_saved("qwen3", "packed", torch.bfloat16))
 
@@ -79,7 +79,7 @@ def errors_with_and_without_saves():
                 model_with(saves, build("qwen3", torch.bfloat16, seed=seed), attention="math"),
                 **make_batch("plain", seed=seed),
             )[1]
-            for saves in (EVERYTHING, ())
+            for saves in (ALL_SAVES, ())
         )
         yield relative_l2(saved, truth), relative_l2(recomputed, truth)
 
@@ -97,7 +97,7 @@ def test_bf16_on_plain_products_is_as_precise():
     ],
 )
 def test_mutant_a_store_that_rounds_what_is_saved(offload, lost, monkeypatch):
-    store_class = saved.InMemory if offload == "none" else manager.HostTensors
+    store_class = saved_tensors.DeviceTensors if offload == "none" else manager.HostTensors
     real, rounded = store_class.save, []
 
     def save(self, name, chunk, tensor):
@@ -108,5 +108,5 @@ def test_mutant_a_store_that_rounds_what_is_saved(offload, lost, monkeypatch):
 
     monkeypatch.setattr(store_class, "save", save)
     with pytest.raises((AssertionError, BackwardError)):
-        test_gradients_are_bitwise_those_with_nothing_saved("qwen3", "packed", EVERYTHING, offload)
+        test_gradients_are_bitwise_those_with_nothing_saved("qwen3", "packed", ALL_SAVES, offload)
     assert rounded

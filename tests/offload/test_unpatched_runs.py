@@ -1,7 +1,7 @@
 """Micro-batches whose graphs fit into the free memory run as the unpatched model. [Note:
 micro-batches as unpatched]
 
-covers: attention/backend.py, model/unpatched.py, model/deferring.py, model/state.py,
+covers: attention/backend.py, model/unpatched.py, model/head_deferral.py, model/state.py,
     offload/costs.py, offload/policy.py
 """
 
@@ -26,28 +26,28 @@ from streambp.chunks import plan_chunks
 from streambp.device import RandomState
 from streambp.layer.gradients import nodes_behind
 from streambp.model import empty_batches, state, unpatched
-from streambp.offload.costs import AsUnpatched
+from streambp.offload.costs import UnpatchedChoice
 from streambp.offload.policy import SavesPolicy
 from streambp.prefixes import calls
 from streambp.prefixes.tree import find_tree
 from tests import zoo
 from tests.families import FAMILIES, LENGTH, MODES, build, make_batch
 from tests.offload.runs import assert_same, step
-from tests.offload.test_limits import PLENTY, Device, Need
+from tests.offload.test_limits import AMPLE_BYTES, Device, MemoryNeed
 from tests.seeds import seed_torch
 from tests.versions import CACHE_FIELD
 
-DROPS = {"attention_dropout": 0.3}
-SHARE = unpatched.MAX_SHARE_OF_FREE_MEMORY  # which conftest.py takes to 0
+DROPOUT_CONFIG = {"attention_dropout": 0.3}
+MAX_MEMORY_SHARE = unpatched.MAX_SHARE_OF_FREE_MEMORY  # which conftest.py takes to 0
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
 def shared(monkeypatch):
-    monkeypatch.setattr(unpatched, "MAX_SHARE_OF_FREE_MEMORY", SHARE)
+    monkeypatch.setattr(unpatched, "MAX_SHARE_OF_FREE_MEMORY", MAX_MEMORY_SHARE)
 
 
-def patched(model=None, with_first_step=True, headroom=PLENTY, **settings):
+def patched(model=None, with_first_step=True, headroom=AMPLE_BYTES, **settings):
     """A copy of a model that was through a step on a device with so much memory."""
     model = copy.deepcopy(build("qwen3") if model is None else model)
     streambp.patch(
@@ -80,10 +80,10 @@ def seeded_step(model, **batch):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_numbers_are_the_unpatched_models(family, mode):
-    plain = build(family, **DROPS)
+    plain = build(family, **DROPOUT_CONFIG)
     model = patched(plain)
     assert_same(seeded_step(model, **make_batch(mode)), seeded_step(plain, **make_batch(mode)))
-    assert isinstance(chooser_of(model).latest, AsUnpatched)
+    assert isinstance(chooser_of(model).latest, UnpatchedChoice)
     assert not streams(model(**make_batch(mode), use_cache=False).loss)
 
 
@@ -92,7 +92,7 @@ def test_other_families(family):
     plain = zoo.build(family, torch.float32)
     model = patched(plain)
     result = seeded_step(model)
-    if isinstance(chooser_of(model).latest, AsUnpatched):
+    if isinstance(chooser_of(model).latest, UnpatchedChoice):
         assert_same(result, seeded_step(plain))
     else:
         assert "eager" in {
@@ -124,7 +124,7 @@ def several_steps(model):
 def test_a_run_with_dropout_is_the_unpatched_one_from_a_warm_up_on():
     """Without one the first step streams, and draws other numbers, after which weights are
     others."""
-    plain = build("qwen3", **DROPS)
+    plain = build("qwen3", **DROPOUT_CONFIG)
     model = patched(plain, with_first_step=False)
     streambp.warm_up(model, **make_batch("plain"))
     expected = several_steps(copy.deepcopy(plain))
@@ -185,7 +185,7 @@ def test_a_head_that_is_deferred_gets_the_unpatched_layers_output():
         assert not streams(loss)
         loss.backward()
         results.append([p.grad for p in tested_model.parameters()])
-    assert isinstance(chooser_of(model).latest, AsUnpatched)
+    assert isinstance(chooser_of(model).latest, UnpatchedChoice)
     assert "computed blockwise" in streambp.describe(model).head
     for gradient, expected in zip(*results, strict=True):
         torch.testing.assert_close(gradient, expected, rtol=1e-6, atol=1e-8)
@@ -195,7 +195,7 @@ def test_per_token_values():
     plain = build("qwen3", dtype=torch.float64)
     model, batch = patched(plain), make_batch("left-padded")
     output = model(**batch, output_log_probs=True)
-    assert isinstance(chooser_of(model).latest, AsUnpatched)
+    assert isinstance(chooser_of(model).latest, UnpatchedChoice)
     labels = batch["labels"][:, 1:]
     expected = plain(**{**batch, "labels": None}).logits[:, :-1].log_softmax(-1)
     expected = expected.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
@@ -214,7 +214,7 @@ def test_a_backbone_alone():
         hidden_states = tested_model(ids, use_cache=False).last_hidden_state  # [B, T, h]
         hidden_states.square().sum().backward()
         gradients.append([p.grad.clone() for p in tested_model.parameters()])
-    assert isinstance(chooser_of(model).latest, AsUnpatched)
+    assert isinstance(chooser_of(model).latest, UnpatchedChoice)
     assert all(map(torch.equal, gradients[1], gradients[2]))
 
 
@@ -222,7 +222,7 @@ def test_logits_are_left_out_as_in_a_streamed_step():
     model = patched()
     output = model(**make_batch("plain"), output_hidden_states=True)
     assert set(output.keys()) == {"loss", "hidden_states", CACHE_FIELD}
-    assert isinstance(chooser_of(model).latest, AsUnpatched)
+    assert isinstance(chooser_of(model).latest, UnpatchedChoice)
 
 
 REASONS = {
@@ -240,7 +240,7 @@ def test_else_it_streams(reason):
     plain.set_attn_implementation(settings.pop("attn_implementation", "sdpa"))
     model = patched(plain, **settings)
     assert streams(model(**make_batch("plain")).loss)
-    assert not isinstance(getattr(chooser_of(model), "latest", None), AsUnpatched)
+    assert not isinstance(getattr(chooser_of(model), "latest", None), UnpatchedChoice)
 
 
 @pytest.mark.parametrize("lazy_logits", [False, True])
@@ -260,10 +260,10 @@ def test_auto_packs_what_saves_tokens_and_else_runs_as_unpatched(lazy_logits, mo
         loss.backward()
         assert (
             streams(loss)
-            == isinstance(model.model.__dict__["forward"].prefixes.last, calls.Shared)
+            == isinstance(model.model.__dict__["forward"].prefixes.last, calls.PackedRowSizes)
             == packs
         )
-        assert isinstance(chooser_of(model).latest, AsUnpatched) != packs
+        assert isinstance(chooser_of(model).latest, UnpatchedChoice) != packs
         assert len(searches) == 1
 
 
@@ -273,7 +273,7 @@ def test_it_has_to_fit_once_with_a_guard(headroom_factor):
     model = patched()
     model.zero_grad(set_to_none=True)
     runs, chooser = model._streambp.unpatched, chooser_of(model)
-    predicted_bytes = runs.predicted(2 * LENGTH, LENGTH, CPU, model.config).bytes
+    predicted_bytes = runs.predict_memory(2 * LENGTH, LENGTH, CPU, model.config).bytes
     need = chooser.figures.need(2 * LENGTH, 2 * LENGTH)
     chooser.free = lambda _: need + headroom_factor * predicted_bytes
     assert streams(model(**make_batch("plain")).loss) == (headroom_factor < 1.25)
@@ -324,7 +324,7 @@ def test_a_checkpoint_around_the_model_streams():
     loss = checkpoint(
         lambda x: model(inputs_embeds=x, labels=batch["labels"]).loss, hidden, use_reentrant=False
     )
-    assert not isinstance(chooser_of(model).latest, AsUnpatched)
+    assert not isinstance(chooser_of(model).latest, UnpatchedChoice)
     loss.backward()
 
 
@@ -332,11 +332,11 @@ def test_evaluation_streams():
     model = patched().eval()
     with torch.no_grad():
         model(**make_batch("plain"), use_cache=False)
-    assert not isinstance(chooser_of(model).latest, AsUnpatched)
+    assert not isinstance(chooser_of(model).latest, UnpatchedChoice)
 
 
 def test_out_of_memory_in_forward_streams_instead():
-    plain = build("qwen3", **DROPS)
+    plain = build("qwen3", **DROPOUT_CONFIG)
     model, reference = patched(plain), patched(plain, saves=())
     model.zero_grad(set_to_none=True)
     hook_calls = []
@@ -360,7 +360,7 @@ def _raise_once(hook_calls):
 
 
 def test_out_of_memory_in_backward_streams_later_steps():
-    plain = build("qwen3", **DROPS)
+    plain = build("qwen3", **DROPOUT_CONFIG)
     model, device = patched(plain), Device(fails_at=math.inf)
     seed_torch(3)
     with device:
@@ -370,9 +370,9 @@ def test_out_of_memory_in_backward_streams_later_steps():
         with pytest.raises(torch.OutOfMemoryError, match="says a test"):
             loss.backward()
     assert_same(seeded_step(model), seeded_step(patched(plain, saves=())))
-    assert not isinstance(chooser_of(model).latest, AsUnpatched)
+    assert not isinstance(chooser_of(model).latest, UnpatchedChoice)
     seeded_step(model, **make_batch("plain", length=LENGTH // 2))
-    assert isinstance(chooser_of(model).latest, AsUnpatched)
+    assert isinstance(chooser_of(model).latest, UnpatchedChoice)
 
 
 def shrinking(graphs_left, positions=8, **settings):
@@ -386,11 +386,13 @@ def shrinking(graphs_left, positions=8, **settings):
         expected = step(reference)
     need, runs = device.peak, model._streambp.unpatched
     predicted_bytes = (
-        patched(plain)._streambp.unpatched.predicted(2 * LENGTH, LENGTH, CPU, model.config).bytes
+        patched(plain)
+        ._streambp.unpatched.predict_memory(2 * LENGTH, LENGTH, CPU, model.config)
+        .bytes
     )
-    chooser_of(model).figures.need = Need()
+    chooser_of(model).figures.need = MemoryNeed()
     chooser_of(model).figures.need.bytes = need
-    free, failed = need + 1.01 * predicted_bytes / SHARE, []
+    free, failed = need + 1.01 * predicted_bytes / MAX_MEMORY_SHARE, []
     for number in range(positions):
         at = 1 + (2 * number + 1) * 400 // (2 * positions)
         chooser_of(model).free = lambda _: free
@@ -407,7 +409,7 @@ def shrinking(graphs_left, positions=8, **settings):
                 failed.append(at)
                 continue
         assert device.operations > at
-        assert graphs_left == 0.0 or isinstance(chooser_of(model).latest, AsUnpatched)
+        assert graphs_left == 0.0 or isinstance(chooser_of(model).latest, UnpatchedChoice)
         assert runs is not None or torch.equal(result[0], expected[0])
         torch.testing.assert_close(result[1], expected[1])
     return failed
@@ -425,12 +427,12 @@ def test_a_step_that_loses_all_room_is_finished_where_every_step_streams():
     assert shrinking(0.0, unpatched_runs=False) == []
 
 
-@pytest.mark.parametrize("headroom", [PLENTY, 200_000, 0])
+@pytest.mark.parametrize("headroom", [AMPLE_BYTES, 200_000, 0])
 def test_numbers_do_not_depend_on_memory_where_every_step_streams(headroom):
-    plain = build("qwen3", **DROPS)
+    plain = build("qwen3", **DROPOUT_CONFIG)
     model = patched(plain, headroom=headroom, unpatched_runs=False)
     assert_same(seeded_step(model), seeded_step(patched(plain, saves=())))
-    assert not isinstance(chooser_of(model).latest, AsUnpatched)
+    assert not isinstance(chooser_of(model).latest, UnpatchedChoice)
     assert streams(model(**make_batch("plain"), use_cache=False).loss)
 
 
@@ -438,7 +440,7 @@ def test_a_backward_that_ends_changes_nothing():
     model = patched()
     for _ in range(3):
         step(model)
-        assert isinstance(chooser_of(model).latest, AsUnpatched)
+        assert isinstance(chooser_of(model).latest, UnpatchedChoice)
     assert model._streambp.unpatched.max_tokens == math.inf
 
 
@@ -452,21 +454,23 @@ def test_micro_batches_before_their_backward():
         ]
         for loss in reversed(losses):
             loss.backward()
-    assert isinstance(chooser_of(model).latest, AsUnpatched)
+    assert isinstance(chooser_of(model).latest, UnpatchedChoice)
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(ours.grad, theirs.grad)
 
 
 def test_a_device_that_tells_corrects_the_prediction(monkeypatch):
-    monkeypatch.setattr(unpatched, "tells_memory", lambda device: True)
+    monkeypatch.setattr(unpatched, "reports_memory", lambda device: True)
     model = patched()
     runs, device = model._streambp.unpatched, Device(limit=2_000_000)
     chooser_of(model).free = lambda _: device.limit - device.live
-    first = runs.predicted(2 * LENGTH, LENGTH, CPU, model.config).bytes
+    first = runs.predict_memory(2 * LENGTH, LENGTH, CPU, model.config).bytes
     with device:
         loss = model(**make_batch("plain"), use_cache=False).loss
-    assert isinstance(chooser_of(model).latest, AsUnpatched)
-    assert runs.predicted(2 * LENGTH, LENGTH, CPU, model.config).bytes >= max(first, device.live)
+    assert isinstance(chooser_of(model).latest, UnpatchedChoice)
+    assert runs.predict_memory(2 * LENGTH, LENGTH, CPU, model.config).bytes >= max(
+        first, device.live
+    )
     loss.backward()
 
 
@@ -515,7 +519,7 @@ def test_hooks_act_as_unpatched():
         loss = tested_model(**make_batch("plain"), use_cache=False).loss
         tested_model.model.layers[1].mlp.register_forward_hook(lambda *_: None)
         loss.backward()
-    assert isinstance(chooser_of(model).latest, AsUnpatched)
+    assert isinstance(chooser_of(model).latest, UnpatchedChoice)
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(ours.grad, theirs.grad)
 
@@ -525,7 +529,7 @@ def test_a_batch_without_a_label_has_no_loss():
     model = patched()
     batch = make_batch("plain")
     loss, gradients = step(model, labels=torch.full_like(batch["labels"], -100))
-    assert isinstance(chooser_of(model).latest, AsUnpatched)
+    assert isinstance(chooser_of(model).latest, UnpatchedChoice)
     assert loss == 0.0
     assert all(not gradient.any() for gradient in gradients.values())
 
@@ -547,7 +551,7 @@ def test_router_losses_are_those_of_a_streamed_step():
             output.loss.backward()
         for ours, theirs in zip(model.parameters(), streamed.parameters(), strict=True):
             torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-6, atol=1e-8)
-    assert isinstance(chooser_of(model).latest, AsUnpatched)
+    assert isinstance(chooser_of(model).latest, UnpatchedChoice)
 
 
 def test_documents_are_warned_of_whenever_they_come():
@@ -580,7 +584,7 @@ def test_fields_do_not_come_and_go():
 
 
 def test_a_reentrant_checkpoint_computes_the_same_twice():
-    model, batch = patched(build("qwen3", **DROPS)), make_batch("plain")
+    model, batch = patched(build("qwen3", **DROPOUT_CONFIG)), make_batch("plain")
     hidden = model.get_input_embeddings()(batch["input_ids"]).detach().requires_grad_()
     losses = []
 
@@ -657,7 +661,7 @@ def built(kind):
     if kind == "latent":
         return zoo.build("deepseek_v2", torch.float32)
     window = {"sliding_window": 6, "use_sliding_window": True, "max_window_layers": 0}
-    return build("qwen3", **{"dropout": DROPS, "window": window}.get(kind, {}))
+    return build("qwen3", **{"dropout": DROPOUT_CONFIG, "window": window}.get(kind, {}))
 
 
 @pytest.mark.parametrize("kind", ["plain", *KINDS])
@@ -671,16 +675,16 @@ def test_a_step_that_just_fits_is_finished(kind, length):
     with Device() as device:
         seeded_step(reference, **batch)
     chooser = chooser_of(model)
-    chooser.figures.need = Need()
+    chooser.figures.need = MemoryNeed()
     chooser.figures.need.bytes = device.peak
-    predicted_bytes = model._streambp.unpatched.predicted(
+    predicted_bytes = model._streambp.unpatched.predict_memory(
         2 * length, length, CPU, model.config
     ).bytes
-    limit = device.peak + 1.001 * predicted_bytes / SHARE
+    limit = device.peak + 1.001 * predicted_bytes / MAX_MEMORY_SHARE
     chooser.free = lambda _: limit
     with Device(limit) as device:
         result = seeded_step(model, **batch)
-    assert isinstance(chooser.latest, AsUnpatched)
+    assert isinstance(chooser.latest, UnpatchedChoice)
     assert_same(result, seeded_step(plain, **batch))
     print(f"{kind} {length}: {device.peak / limit:.2f} of the memory")
 
@@ -696,7 +700,7 @@ def test_the_prediction_grows_with_scores_and_masks(kind):
         ).loss
         live_bytes = device.live
         loss.backward()
-    assert isinstance(chooser_of(model).latest, AsUnpatched)
+    assert isinstance(chooser_of(model).latest, UnpatchedChoice)
     predicted = chooser_of(model).latest.bytes
     assert live_bytes <= 1.1 * predicted  # with a mask, keys are repeated for each query head
     assert device.peak <= 2 * predicted
@@ -713,11 +717,11 @@ def test_what_sdpa_leaves_out_streams():
 
 
 def test_a_forward_that_keeps_too_much_is_streamed_instead(monkeypatch):
-    plain = build("qwen3", **DROPS)
+    plain = build("qwen3", **DROPOUT_CONFIG)
     model, reference = patched(plain), patched(plain, saves=())
-    monkeypatch.setattr(unpatched, "tells_memory", lambda device: True)
+    monkeypatch.setattr(unpatched, "reports_memory", lambda device: True)
     chooser, device = chooser_of(model), Device()
-    chooser.free = lambda _: PLENTY - 4000 * device.live
+    chooser.free = lambda _: AMPLE_BYTES - 4000 * device.live
     model.zero_grad(set_to_none=True)
     seed_torch(3)
     with device:
@@ -733,10 +737,10 @@ def test_a_forward_that_keeps_too_much_is_streamed_instead(monkeypatch):
 
 def test_what_is_small_does_not_correct_the_prediction(monkeypatch):
     """An allocator rounds up what a few tokens take."""
-    monkeypatch.setattr(unpatched, "tells_memory", lambda device: True)
+    monkeypatch.setattr(unpatched, "reports_memory", lambda device: True)
     model = patched()
     chooser, device = chooser_of(model), Device()
-    chooser.free = lambda _: PLENTY - 10 * device.live
+    chooser.free = lambda _: AMPLE_BYTES - 10 * device.live
     with device:
         loss = model(**make_batch("plain")).loss
     assert not streams(loss)
@@ -761,7 +765,7 @@ def no_graphs(self, tokens, device, real=SavesPolicy.graphs):
 
 MUTANTS = {
     "random numbers": (RandomState, "restore", lambda self: None, test_out_of_memory_in_forward_streams_instead),
-    "logits": (unpatched, "LOGITS", 0, test_the_prediction_holds_what_forward_keeps),
+    "logits": (unpatched, "LOGIT_BYTES", 0, test_the_prediction_holds_what_forward_keeps),
     "graphs": (SavesPolicy, "graphs", no_graphs, test_the_prediction_holds_what_forward_keeps),
     "share": (unpatched, "MAX_SHARE_OF_FREE_MEMORY", 1.0, lambda: test_it_has_to_fit_once_with_a_guard(1.2)),
     "eager": (unpatched, "is_plain", lambda _: True, lambda: test_else_it_streams("eager")),
@@ -769,8 +773,10 @@ MUTANTS = {
         unpatched.UnpatchedRuns, "_heed_backward", lambda _: None, test_out_of_memory_in_backward_streams_later_steps,
     ),
     "labels": (empty_batches.LossOfLabels, "apply", lambda loss, *_: loss, test_a_batch_without_a_label_has_no_loss),
-    "scores": (unpatched, "SCORES", 0, lambda: test_the_prediction_grows_with_scores_and_masks("latent")),
-    "mask": (unpatched, "MASK", 0, lambda: test_the_prediction_grows_with_scores_and_masks("window")),
+    "scores": (unpatched, "SCORE_BYTES", 0,
+        lambda: test_the_prediction_grows_with_scores_and_masks("latent")),
+    "mask": (unpatched, "MASK_BYTES", 0,
+        lambda: test_the_prediction_grows_with_scores_and_masks("window")),
     "own attention": (unpatched, "is_plain", lambda _: True, lambda: test_layers_that_attend_by_themselves_stream("xglm")),
     "sdpa": (unpatched, "SDPA", "another", test_what_sdpa_leaves_out_streams),
     "documents": (state, "finds_other_documents", lambda *_: False, test_documents_that_unpatched_attention_does_not_read),
@@ -779,7 +785,7 @@ MUTANTS = {
         lambda: test_a_forward_without_gradients_draws_as_the_step(0.3, LENGTH, lambda tokens: None),
     ),
     "noise": (
-        unpatched, "IGNORED_SHARE_OF_FREE_MEMORY", 0.0,
+        unpatched, "IGNORED_FREE_MEMORY_FRACTION", 0.0,
         lambda: _with_a_patch(test_what_is_small_does_not_correct_the_prediction),
     ),
 }  # fmt: skip

@@ -37,12 +37,12 @@ from tests.seeds import seed_torch
 from tests.tiers import thinned
 
 pytestmark = pytest.mark.filterwarnings("ignore:Move the model to an accelerator")
-ALL = ("attn_out", "kv", "*")
+ALL_SAVES = ("attn_out", "kv", "*")
 SETTINGS = {
     "nothing saved": {},
-    "all saved": {"saves": ALL},
+    "all saved": {"saves": ALL_SAVES},
     "auto": {"saves": "auto"},
-    "offload": {"saves": ALL, "offload": "cpu"},
+    "offload": {"saves": ALL_SAVES, "offload": "cpu"},
     "little room": {"offload": "cpu", "gpu_memory": 1},
     "offload auto": {"saves": "auto", "offload": "auto"},
     "chunks of auto": {"chunk_size": "auto"},

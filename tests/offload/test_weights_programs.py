@@ -163,15 +163,15 @@ def test_an_error_leaves_the_model_usable(when, monkeypatch):
     model, resident = model_pair()
     expected = [step(resident) for _ in range(2)]
     if when == "trial":
-        real = probe._judged
+        real = probe._test_chunks
 
         def failing(call, x):
             raise MemoryError("no")
 
-        monkeypatch.setattr(probe, "_judged", failing)
+        monkeypatch.setattr(probe, "_test_chunks", failing)
         with pytest.raises(MemoryError, match="no"):
             step(model)
-        monkeypatch.setattr(probe, "_judged", real)
+        monkeypatch.setattr(probe, "_test_chunks", real)
     else:
         assert_same(step(model), expected[0])
         layer, fails = model.get_base_model().model.layers[1], [True]
@@ -310,7 +310,7 @@ def test_on_a_cpu_all_weights_stay_where_they_are():
 
 def staying_layers(weights, headroom):
     """What stays, of so many bytes of room."""
-    weights.ranges.stay(headroom, 2)
+    weights.ranges.keep_on_device(headroom, 2)
     return sorted(weights.ranges.staying)
 
 

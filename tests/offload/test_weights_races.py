@@ -18,7 +18,7 @@ from tests.offload.trace_engine import TraceEngine
 from tests.offload.weights_runs import adapted_model, patched, weights_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:Move the model to an accelerator")
-WAITS = {
+WAIT_CASES = {
     line.rpartition("# ")[2]: (module.__file__, number)
     for module in (weights, gradients)
     for number, line in enumerate(inspect.getsource(module).splitlines(), 1)
@@ -28,7 +28,7 @@ RACES = {
     "7": "back writes device", "8": "compute reads device", "9": "out reads device", "10": "host reads host",
     "11": "compute writes device",
 }  # fmt: skip
-TRAINED = ("9", "10", "11")  # those of gradients
+GRADIENT_WAITS = ("9", "10", "11")  # those of gradients
 
 
 def traced(left_out=None, trained=False, **settings):
@@ -37,7 +37,7 @@ def traced(left_out=None, trained=False, **settings):
     class Leaky(TraceEngine):
         def wait(self, queue, event):
             caller = sys._getframe(1)
-            if (caller.f_code.co_filename, caller.f_lineno) != WAITS.get(left_out):
+            if (caller.f_code.co_filename, caller.f_lineno) != WAIT_CASES.get(left_out):
                 super().wait(queue, event)
 
     model = (
@@ -57,7 +57,7 @@ def traced(left_out=None, trained=False, **settings):
 
 
 def test_every_wait_has_a_number_and_a_race():
-    assert WAITS.keys() == RACES.keys()
+    assert WAIT_CASES.keys() == RACES.keys()
 
 
 SETTINGS = ({}, {"offload": "cpu", "saves": ("attn_out",)}, {"trained": True})
@@ -74,4 +74,4 @@ def test_no_races(settings):
 
 @pytest.mark.parametrize("wait", RACES)
 def test_a_missing_wait_is_a_race(wait):
-    assert any(RACES[wait] in race for race in traced(wait, wait in TRAINED).races)
+    assert any(RACES[wait] in race for race in traced(wait, wait in GRADIENT_WAITS).races)

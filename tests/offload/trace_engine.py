@@ -16,9 +16,20 @@ import torch
 from torch import Tensor
 
 from streambp.errors import StreamBPError
-from streambp.offload.engines import BACK, COMPUTE, HOST, OUT, Engine
+from streambp.offload.engines import (
+    COMPUTE_QUEUE,
+    FROM_HOST_QUEUE,
+    HOST_QUEUE,
+    TO_HOST_QUEUE,
+    Engine,
+)
 
-QUEUES = (COMPUTE, OUT, BACK, HOST)  # the last is the thread that puts work into the others
+QUEUES = (
+    COMPUTE_QUEUE,
+    TO_HOST_QUEUE,
+    FROM_HOST_QUEUE,
+    HOST_QUEUE,
+)  # the last is the thread that puts work into the others
 Clock = dict[str, int]
 
 
@@ -56,7 +67,7 @@ class World:
 
     def users(self) -> list[str]:
         """Of host memory."""
-        return [name for name in self.clocks if self.thread or not name.endswith(HOST)]
+        return [name for name in self.clocks if self.thread or not name.endswith(HOST_QUEUE)]
 
 
 class TraceEngine(Engine):
@@ -72,7 +83,7 @@ class TraceEngine(Engine):
         super().__init__(torch.device("cpu"))
         self._name = name
         self._world = world or World(collect)
-        self._queues = [name + queue for queue in QUEUES if queue != HOST]
+        self._queues = [name + queue for queue in QUEUES if queue != HOST_QUEUE]
         self._world.clocks.update({name + queue: {} for queue in QUEUES})
         self._blocks: dict[
             int, tuple[int, int]
@@ -95,7 +106,7 @@ class TraceEngine(Engine):
     def host_buffer(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.uint8)
 
-    def like(self, host: Tensor) -> Tensor:
+    def empty_like(self, host: Tensor) -> Tensor:
         return torch.empty_like(host)
 
     def record(self, queue: str) -> Any:
@@ -109,29 +120,38 @@ class TraceEngine(Engine):
             clock[name] = max(clock.get(name, 0), when)
 
     def settle(self) -> None:
-        copies = [clock for name, clock in self._world.clocks.items() if name.endswith((OUT, BACK))]
+        copies = [
+            clock
+            for name, clock in self._world.clocks.items()
+            if name.endswith((TO_HOST_QUEUE, FROM_HOST_QUEUE))
+        ]
         for queue in QUEUES:
             for clock in copies:
                 self.wait(queue, clock)
 
     def copy(self, queue: str, target: Tensor, source: Tensor) -> None:
-        if queue == OUT:  # it begins when the thread has read what was there
-            self.wait(OUT, self._world.clocks[self._name + HOST])
-        device, host = (source, target) if queue == OUT else (target, source)
-        self._access(queue, self._device(device), self._queues, write=queue == BACK)
+        if queue == TO_HOST_QUEUE:  # it begins when the thread has read what was there
+            self.wait(TO_HOST_QUEUE, self._world.clocks[self._name + HOST_QUEUE])
+        device, host = (source, target) if queue == TO_HOST_QUEUE else (target, source)
+        self._access(queue, self._device(device), self._queues, write=queue == FROM_HOST_QUEUE)
         self._access(
-            queue, Place("host", 0, host.data_ptr()), self._world.users(), write=queue == OUT
+            queue,
+            Place("host", 0, host.data_ptr()),
+            self._world.users(),
+            write=queue == TO_HOST_QUEUE,
         )
         target.copy_(source)
 
     def access(self, queue: str, tensor: Tensor, write: bool) -> None:
-        if queue == COMPUTE:
-            self._access(COMPUTE, self._device(tensor), self._queues, write)
+        if queue == COMPUTE_QUEUE:
+            self._access(COMPUTE_QUEUE, self._device(tensor), self._queues, write)
         else:
             self._world.thread = True
-            self._access(HOST, Place("host", 0, tensor.data_ptr()), self._world.users(), write)
+            self._access(
+                HOST_QUEUE, Place("host", 0, tensor.data_ptr()), self._world.users(), write
+            )
 
-    def clock(self, queue: str = COMPUTE) -> Any:
+    def clock(self, queue: str = COMPUTE_QUEUE) -> Any:
         return 0.0
 
     def _device(self, tensor: Tensor) -> Place:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import streambp
-from streambp.offload.engines import BACK, Engine
+from streambp.offload.engines import FROM_HOST_QUEUE, Engine
 from tests import zoo
 from tests.families import build, make_batch
 from tests.seeds import seeded
@@ -33,7 +33,7 @@ class Inverting(Engine):
     garbage."""
 
     def copy(self, queue, target, source):
-        if queue == BACK and source.dtype == torch.uint8:
+        if queue == FROM_HOST_QUEUE and source.dtype == torch.uint8:
             source = source.bitwise_not()
         super().copy(queue, target, source)
 

@@ -29,17 +29,17 @@ os.environ |= {
 }  # fmt: skip
 STAND_INS = Path(__file__).parents[1] / "docs" / "stand_ins.py"
 # Sizes of a checkpoint of 8B parameters, which `plan` takes from its config.json alone.
-LARGE = {
+LARGE_DOWNLOADS = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288,
     "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
     "tie_word_embeddings": False,
 }  # fmt: skip
 FENCE = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```', re.DOTALL | re.MULTILINE)
-LAST = "## Try it on this machine"  # of a clone, with its tests
-FIRST = "first.py"  # a program that the page gives no name
+LAST_HEADING = "## Try it on this machine"  # of a clone, with its tests
+FIRST_PROGRAM = "first.py"  # a program that the page gives no name
 ON_CPU = "use_cpu=True, bf16=False"  # as a comment of the page says
 # What commands must print, by their beginning.
-SAYS = {
+EXPECTED_OUTPUTS = {
     "python first.py": "last step: 512 tokens in 4 chunks of 128, streamed", "streambp plan": "65,536 tokens: streambp.",
     "streambp verify": "EXACT", "python train.py": "",
 }  # fmt: skip
@@ -65,12 +65,12 @@ def commands_of(text: str) -> list[str]:
 def copy_the_page(page: str) -> list[str]:
     """Write its files and run its commands, down to the adapter; those that ran."""
     ran = []
-    for language, title, text in FENCE.findall(page.partition(LAST)[0]):
+    for language, title, text in FENCE.findall(page.partition(LAST_HEADING)[0]):
         if language == "python":
             assert title != "train.py" or ON_CPU in text
             text = re.sub(r"(StreamSFTConfig\([^()]*)\)", rf"\1, {ON_CPU})", text)
-            Path(title or FIRST).write_text(text, "utf-8")
-        lines = [] if title else [f"python {FIRST}"]
+            Path(title or FIRST_PROGRAM).write_text(text, "utf-8")
+        lines = [] if title else [f"python {FIRST_PROGRAM}"]
         if language == "bash":
             lines = commands_of(text)
         for line in lines:
@@ -80,7 +80,10 @@ def copy_the_page(page: str) -> list[str]:
                 print(f"$ {line}\n(not here: TRL has no release for this Python)")
             else:
                 command(
-                    line, next(words for start, words in SAYS.items() if line.startswith(start))
+                    line,
+                    next(
+                        words for start, words in EXPECTED_OUTPUTS.items() if line.startswith(start)
+                    ),
                 )
                 ran.append(line)
     return ran
@@ -141,7 +144,7 @@ def main() -> None:
     spec.loader.exec_module(stand_ins)
     torch.manual_seed(0)
     stand_ins.make(Path())
-    Path("Qwen/Qwen3-8B/config.json").write_text(json.dumps(LARGE))
+    Path("Qwen/Qwen3-8B/config.json").write_text(json.dumps(LARGE_DOWNLOADS))
 
     ran = copy_the_page(str(importlib.metadata.metadata("streambp-hf").get_payload()))
     assert [line.split()[1] for line in ran][:3] == ["first.py", "plan", "verify"]

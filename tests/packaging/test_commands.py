@@ -16,7 +16,7 @@ import pytest
 
 import streambp
 from scripts.check_commands import PAGES, ROOT, check, commands, missing_files
-from tests.conftest import SHARING
+from tests.conftest import SHARES_PREFIXES
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -136,7 +136,7 @@ def test_every_page_is_in_the_sites_menu():
     )
 
 
-@pytest.mark.skipif(SHARING, reason="STREAMBP_TEST_ROWS changes a default")
+@pytest.mark.skipif(SHARES_PREFIXES, reason="STREAMBP_TEST_ROWS changes a default")
 def test_the_readmes_settings_are_the_defaults():
     rows = dict(
         re.findall(

@@ -46,7 +46,7 @@ FILES = (
     ".dockerignore", ".pre-commit-config.yaml", ".vale.ini", "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md",
     "Dockerfile", "LICENSE", "MANIFEST.in", "README.md", "mkdocs.yml", "pyproject.toml", "setup.py",
 )  # fmt: skip
-LEFT_BEHIND = shutil.ignore_patterns("__pycache__", "*.pyc")
+IGNORED_FILES = shutil.ignore_patterns("__pycache__", "*.pyc")
 BUILD = (
     "import sys; from setuptools import build_meta as b; to = sys.argv.pop(); b.build_wheel(to); "
     "b.build_sdist(to)"
@@ -58,7 +58,7 @@ def archives(tmp_path_factory):
     """A wheel and a source archive of a copy of the project, and the copy."""
     source, folder = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("made")
     for tree in TREES:
-        shutil.copytree(ROOT / tree, source / tree, ignore=LEFT_BEHIND)
+        shutil.copytree(ROOT / tree, source / tree, ignore=IGNORED_FILES)
     for file in FILES:
         shutil.copy(ROOT / file, source / file)
     environment = {
@@ -290,7 +290,7 @@ def other_wheel(folder):
 
 # What meets the other project's files: the import, or, where its __init__.py has replaced ours, the
 # modules that it does not have.
-MEETS = {
+CONFLICTING_DISTRIBUTIONS = {
     "ours last": "import streambp",
     "theirs last": "from streambp.integrations.trl import StreamSFTTrainer",
     "theirs last, command": "from streambp.cli import main; import sys; sys.exit(main(['env']))",
@@ -299,7 +299,7 @@ MEETS = {
 }
 
 
-@pytest.mark.parametrize("order", MEETS)
+@pytest.mark.parametrize("order", CONFLICTING_DISTRIBUTIONS)
 def test_the_other_project_of_this_name_is_refused(order, archives, tmp_path):
     """Both install a package `streambp`, into one folder."""
     environment = tmp_path / "made"
@@ -330,7 +330,7 @@ def test_the_other_project_of_this_name_is_refused(order, archives, tmp_path):
     installed = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
     libraries = f"import sys; sys.path.extend({installed!r})"
     result = subprocess.run(
-        [python, "-c", f"{libraries}; {MEETS[order]}"],
+        [python, "-c", f"{libraries}; {CONFLICTING_DISTRIBUTIONS[order]}"],
         capture_output=True, text=True, check=False, cwd=tmp_path, timeout=HANG,
         env=clean,
     )  # fmt: skip

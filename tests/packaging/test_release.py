@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 GITHUB = ROOT / ".github"
 WORKFLOWS = sorted((GITHUB / "workflows").glob("*.yml"))
 HOME = "https://example.org/owner/name"
-PINNED = re.compile(r"[\w-]+/[\w-]+@[0-9a-f]{40}")  # a tag can be moved to other code
+PINNED_ACTION = re.compile(r"[\w-]+/[\w-]+@[0-9a-f]{40}")  # a tag can be moved to other code
 FILE = re.compile(r"(?<![\w./-])(?:tests|scripts|examples|\.ci|streambp)/[\w./]+")
 
 
@@ -57,7 +57,7 @@ def test_a_workflow_runs_what_exists(path):
     for name, _, step in steps(path):
         assert ("run" in step) != ("uses" in step), (name, step)
         if "uses" in step:
-            assert PINNED.fullmatch(step["uses"]), step
+            assert PINNED_ACTION.fullmatch(step["uses"]), step
             continue
         ran += 1
         text = re.sub(r"\$\{\{.*?\}\}", "VALUE", step["run"])
@@ -85,7 +85,7 @@ def test_pins_say_their_version_and_one_action_has_one_pin():
 
 @pytest.mark.parametrize("action", ["actions/checkout@v4", "pypa/publish@release/v1", "a/b@main"])
 def test_a_tag_is_no_pin(action):
-    assert not PINNED.fullmatch(action)
+    assert not PINNED_ACTION.fullmatch(action)
 
 
 def test_archives_are_attested_with_their_bill_of_materials():

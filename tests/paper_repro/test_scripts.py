@@ -353,7 +353,7 @@ def test_rows_go_on_after_one_that_fails():
     ]
 
 
-LOST = """
+LOST_ROWS_TEXT = """
 import argparse, os, sys
 from paper_repro import rows
 
@@ -374,7 +374,7 @@ sys.exit(not rows.print_rows(rows.each(table, args.row, rows.Deadline(args.minut
 def test_rows_after_a_lost_device_run_in_a_new_process(tmp_path):
     """Those that are left, within the time that is left, and what failed before still counts."""
     script = tmp_path / "rows.py"
-    script.write_text(LOST)
+    script.write_text(LOST_ROWS_TEXT)
     command = [
         sys.executable,
         str(script),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from streambp.planner.laws import Law, Part
+from streambp.planner.laws import Law, PhaseLaws
 from streambp.planner.work import Work
 
 
@@ -12,4 +12,4 @@ def made_work(products, square, name="backward"):
     laws = Work(*[Law()] * len(Work._fields))._replace(
         products=Law(tokens=products), forward=Law(square=square)
     )
-    return (Part(name, tuple(laws), 16384),)
+    return (PhaseLaws(name, tuple(laws), 16384),)

@@ -15,14 +15,14 @@ from streambp.planner.measure import uncount_host
 from streambp.planner.model_class import loss_of
 from streambp.planner.skeleton import Skeleton
 from streambp.planner.step import run_step
-from streambp.planner.survey import CHECKPOINTING, Counter, streamed
+from streambp.planner.survey import CHECKPOINTING_RECIPE, Counter, streamed_recipe
 from tests import zoo
 
 RECIPES = {
-    "checkpointing": CHECKPOINTING,
-    "streambp": streamed(),
-    "saves": streamed(("attn_out", "kv")),
-    "offload": streamed(("attn_out",), "cpu"),
+    "checkpointing": CHECKPOINTING_RECIPE,
+    "streambp": streamed_recipe(),
+    "saves": streamed_recipe(("attn_out", "kv")),
+    "offload": streamed_recipe(("attn_out",), "cpu"),
 }
 WINDOWED = {"sliding_window": 512}
 FAMILIES = {

@@ -48,7 +48,7 @@ def nemotron() -> PreTrainedConfig:
     return NemotronHConfig(**NEMOTRON, layers_block_type=blocks)
 
 
-RELEASED: dict[str, Callable[[], PreTrainedConfig]] = {
+RELEASED_CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "Qwen3-0.6B": lambda: Qwen3Config(
         **QWEN | shape(1024, 3072, 28, num_attention_heads=16, tie_word_embeddings=True)
     ),

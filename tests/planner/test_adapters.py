@@ -1,7 +1,7 @@
 """What adapters cost by the planner: the bytes of skinny products, and of one operation instead of
 peft's.
 
-covers: planner/work.py, planner/survey.py, planner/counted.py
+covers: planner/work.py, planner/survey.py, planner/profile_cache.py
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import pytest
 import torch
 from transformers import Qwen3Config
 
-from streambp.layer import adapted as operation
+from streambp.layer import adapted_linear as operation
 from streambp.layer import adapters
 from streambp.planner import work as work_module
-from streambp.planner.counted import CountRequest
 from streambp.planner.profile import work
+from streambp.planner.profile_cache import CountRequest
 from streambp.planner.seconds import kernels
 from streambp.planner.skeleton import Skeleton
-from streambp.planner.survey import CHECKPOINTING_HEAD, Counter, streamed, survey
-from streambp.planner.work import SKINNY, Work, aten, work_of
+from streambp.planner.survey import CHECKPOINTING_HEAD_RECIPE, Counter, streamed_recipe, survey
+from streambp.planner.work import MAX_SKINNY_SIZE, Work, aten, work_of
 from streambp.rates import DEVICES
 from tests.planner.test_estimates import QWEN3_8B
 
@@ -39,8 +39,8 @@ SIZES = {
     "head_dim": 128,
     "max_position_embeddings": 8192,
 }
-EVERYTHING = streamed(("attn_out", "kv", "*"))
-PEFTS = 0.25  # of the bytes that peft's adapters add under checkpointing
+ALL_SAVES = streamed_recipe(("attn_out", "kv", "*"))
+MAX_PEFT_SHARE = 0.25  # of the bytes that peft's adapters add under checkpointing
 
 
 def frozen(kernels="auto"):
@@ -79,14 +79,14 @@ def added(recipe, kernels):
 @pytest.fixture
 def elementwise(monkeypatch):
     """Within the test, products move nothing but the sums that they add to."""
-    monkeypatch.setattr(work_module, "SKINNY", 0)
+    monkeypatch.setattr(work_module, "MAX_SKINNY_SIZE", 0)
 
 
 def test_elementwise_traffic(elementwise):
-    ours, pefts = added(EVERYTHING, "auto"), added(CHECKPOINTING_HEAD, "liger")
+    ours, pefts = added(ALL_SAVES, "auto"), added(CHECKPOINTING_HEAD_RECIPE, "liger")
     total, theirs = (sum(work.traffic for work in works.values()) for works in (ours, pefts))
     print(f"{total / theirs:.3f} of peft's {theirs / TOKENS / 1024:.0f} KB a token of a layer")
-    assert 0 < total <= PEFTS * theirs
+    assert 0 < total <= MAX_PEFT_SHARE * theirs
 
 
 @pytest.mark.full
@@ -99,7 +99,7 @@ def test_dispatches_of_a_forward():
         for skeleton in skeletons:
             skeleton.own_adapters = own_adapters
         one_chunk, two_chunks = (
-            spent(skeleton, streamed(("attn_out", "kv")), chunk)["forward"].dispatches
+            spent(skeleton, streamed_recipe(("attn_out", "kv")), chunk)["forward"].dispatches
             for skeleton, chunk in zip(skeletons, (TOKENS, TOKENS // 2), strict=True)
         )
         dispatches.append(two_chunks - one_chunk)
@@ -108,7 +108,7 @@ def test_dispatches_of_a_forward():
 
 
 def moved_and_products(bits, kernels="auto"):
-    total = functools.reduce(Work.plus, spent(with_lora(kernels, bits), EVERYTHING).values())
+    total = functools.reduce(Work.plus, spent(with_lora(kernels, bits), ALL_SAVES).values())
     return total.traffic, total.products
 
 
@@ -135,13 +135,16 @@ def test_mutant_of_four_bits(monkeypatch):
 def test_skinny_products_count_their_bytes():
     with torch.device("meta"):
         x, a, out = torch.empty(TOKENS, 512), torch.empty(512, RANK), torch.empty(TOKENS, RANK)
-        wide = torch.empty(512, SKINNY + 1)
+        wide = torch.empty(512, MAX_SKINNY_SIZE + 1)
     skinny = work_of(aten.mm.default, (x, a), {}, out)
     assert (skinny.products, skinny.traffic) == (
         2 * x.numel() * RANK,
         4 * (x.numel() + a.numel() + out.numel()),
     )
-    assert work_of(aten.mm.default, (x, wide), {}, x.new_empty(TOKENS, SKINNY + 1)).traffic == 0
+    assert (
+        work_of(aten.mm.default, (x, wide), {}, x.new_empty(TOKENS, MAX_SKINNY_SIZE + 1)).traffic
+        == 0
+    )
     cost = work_of(aten.addmm_.default, (out, x, a), {}, out)
     assert cost.traffic == 4 * (x.numel() + a.numel() + 2 * out.numel())
 
@@ -163,15 +166,15 @@ def test_mutant(elementwise, monkeypatch):
 # computes again; None: as the method says.
 LINEARS = ("self_attn.[qkvo]_proj", "mlp.gate_proj", "mlp.up_proj")
 MEASURED_H100 = [
-    (CHECKPOINTING_HEAD, 16_384, 16_384, 2.803, 0.0),
-    (streamed(("attn_out", "kv", *LINEARS)), 16_384, 16_384, 2.577, None),
-    (streamed(), 131_072, 8_192, 56.106, 21 / 36),
+    (CHECKPOINTING_HEAD_RECIPE, 16_384, 16_384, 2.803, 0.0),
+    (streamed_recipe(("attn_out", "kv", *LINEARS)), 16_384, 16_384, 2.577, None),
+    (streamed_recipe(), 131_072, 8_192, 56.106, 21 / 36),
 ]
 # What streamed steps are to take in one operation a Linear: method, T, chunk, seconds at most.
-TO_REACH = [
-    (streamed(("attn_out", "kv", *LINEARS)), 16_384, 16_384, 1.75),
-    (streamed(("attn_out", "kv")), 65_536, 16_384, 14.2),
-    (streamed(("attn_out",), "cpu"), 131_072, 16_384, 47.0),
+TARGET_CASES = [
+    (streamed_recipe(("attn_out", "kv", *LINEARS)), 16_384, 16_384, 1.75),
+    (streamed_recipe(("attn_out", "kv")), 65_536, 16_384, 14.2),
+    (streamed_recipe(("attn_out",), "cpu"), 131_072, 16_384, 47.0),
 ]
 
 
@@ -182,7 +185,7 @@ def predicted(rows, own_adapters, fused=False):
     skeleton = Skeleton(QWEN3_8B, torch.bfloat16, RANK, 16, "cuda", None, "liger")
     skeleton.own_adapters = own_adapters
     recipes = list({recipe.name: recipe for recipe, *_ in rows}.values())
-    with adapters.adapted(adapters.readings(skeleton.model) if fused else {}):
+    with adapters.fuse_adapters(adapters.lora_modules_of(skeleton.model) if fused else {}):
         profile = survey(skeleton, recipes, accumulating=False, tree=False)
     for recipe, length, chunk, *measurements in rows:
         parts = work(profile.method(recipe.name), length, chunk)
@@ -204,10 +207,10 @@ def test_measured_steps_with_pefts_code_within_three_percent():
 
 
 # The same lengths under checkpointing that keeps attention's outputs, with peft's code: what TRL does.
-SAME = 1.01
+MAX_BYTES_RATIO = 1.01
 LENGTHS = (16_384, 65_536, 131_072)
-BY_TRL = [
-    (CHECKPOINTING_HEAD, length, length, seconds, 0.0)
+TRL_CASES = [
+    (CHECKPOINTING_HEAD_RECIPE, length, length, seconds, 0.0)
     for length, seconds in zip(LENGTHS, (2.86, 17.4, 50.8), strict=True)
 ]
 
@@ -218,14 +221,16 @@ def test_steps_in_one_operation():
     a Linear under checkpointing, which stands for packages that have one. At 131,072 tokens nearly
     all of it is attention, and both take the same time."""
     ours = [
-        estimate for estimate, limit in predicted(TO_REACH, own_adapters=False) if estimate <= limit
+        estimate
+        for estimate, limit in predicted(TARGET_CASES, own_adapters=False)
+        if estimate <= limit
     ]
-    trl = [estimate for estimate, _ in predicted(BY_TRL, own_adapters=True)]
-    fused = [estimate for estimate, _ in predicted(BY_TRL, own_adapters=True, fused=True)]
+    trl = [estimate for estimate, _ in predicted(TRL_CASES, own_adapters=True)]
+    fused = [estimate for estimate, _ in predicted(TRL_CASES, own_adapters=True, fused=True)]
     assert len(ours) == len(LENGTHS)
     assert all(mine < theirs for mine, theirs in zip(ours, trl, strict=True))
-    assert all(mine <= SAME * theirs for mine, theirs in zip(ours, fused, strict=True))
+    assert all(mine <= MAX_BYTES_RATIO * theirs for mine, theirs in zip(ours, fused, strict=True))
     assert all(
         fused_seconds < trl_seconds for fused_seconds, trl_seconds in zip(fused, trl, strict=True)
     )
-    assert trl == pytest.approx([seconds for *_, seconds, _ in BY_TRL], rel=0.02)
+    assert trl == pytest.approx([seconds for *_, seconds, _ in TRL_CASES], rel=0.02)

@@ -17,11 +17,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from streambp.admission import trials
 from streambp.layer.layer_state import LayerState
 from streambp.planner import count, skeleton
-from streambp.planner.survey import STREAMED
+from streambp.planner.survey import STREAMED_RECIPES
 from tests.planner.measured import FAMILIES, HYBRIDS, LAYERS, RECIPES, build, measure, predict
 
 CASES = [(family, lora, how) for family in FAMILIES for lora in (False, True) for how in RECIPES]
-FAST = [  # and "streambp" in test_every_phase_is_predicted
+FAST_CASES = [  # and "streambp" in test_every_phase_is_predicted
     ("llama", True, "checkpointing", 512),
     ("qwen3_moe", True, "saves", 512),
     ("gemma3_text", False, "offload", 1024),  # twice its window
@@ -61,7 +61,7 @@ def _activations(spans):
 @pytest.mark.fast("llama-True-checkpointing-512")
 @pytest.mark.parametrize(
     ("family", "lora", "how", "length"),
-    [*FAST, *(pytest.param(*case, 4096, marks=pytest.mark.full) for case in CASES)],
+    [*FAST_CASES, *(pytest.param(*case, 4096, marks=pytest.mark.full) for case in CASES)],
 )
 def test_activations_are_predicted_within_one_percent(family, lora, how, length):
     # A chunk of grouped products takes long on a CPU: 5 layers, of which one is not counted but
@@ -113,7 +113,7 @@ def test_a_trial_that_fails_is_not_logged(caplog, monkeypatch):
 @pytest.mark.full
 @pytest.mark.parametrize("length", [512, pytest.param(4096, marks=pytest.mark.full)])
 def test_keys_on_the_host_are_predicted(length, monkeypatch):
-    monkeypatch.setitem(RECIPES, "keys on the host", STREAMED[-1])
+    monkeypatch.setitem(RECIPES, "keys on the host", STREAMED_RECIPES[-1])
     difference, _ = compare("llama", False, "keys on the host", length)
     assert abs(difference) <= 0.01
 
@@ -136,18 +136,19 @@ def remember_as_new(self, key, func, args, kwargs, result):
     """A view taken for a new tensor; no other operation is remembered."""
     if func is torch.ops.aten._unsafe_view.default:
         self._operations[key] = count.CachedCall(
-            [(result.shape, result.stride(), result.dtype)], False, count.VIEW.work
+            [(result.shape, result.stride(), result.dtype)], False, count.VIEW_CALL.work
         )
-    return count.VIEW.work
+    return count.VIEW_CALL.work
 
 
 MUTANTS = {
     "every layer like the first": (
-        skeleton.ShrunkModel, "stand_in",
+        skeleton.ShrunkModel, "representative",
         lambda self, index: self.layer_indices.index(index) if index in self.layer_indices else 0,
         (False, "offload"),
     ),
-    "views taken for new tensors": (count.Shapes, "remember", remember_as_new, (True, "checkpointing")),
+    "views taken for new tensors": (count.ShapeCache, "remember", remember_as_new,
+        (True, "checkpointing")),
 }  # fmt: skip
 
 

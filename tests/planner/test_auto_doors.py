@@ -90,7 +90,7 @@ def by_launch(monkeypatch):
     # The account that it would print at the end.
     monkeypatch.setattr(process.atexit, "register", lambda function, **kwargs: None)
     patched_model = model()
-    assert process.Launched(streambp.StreamConfig()).streams(patched_model)
+    assert process.LaunchedProcess(streambp.StreamConfig()).patch_model(patched_model)
     return patched_model
 
 
@@ -104,7 +104,7 @@ def check(patched_model: nn.Module):
         for layer_state in layer_states
     )
     assert state.saves_policy.figures.need is None  # nothing is decided yet
-    state.saves_policy.begins(torch.device("cpu"))
+    state.saves_policy.begin_forward(torch.device("cpu"))
     assert isinstance(state.saves_policy.figures.need, auto.StepNeed)
 
 

@@ -1,7 +1,7 @@
 """Micro-batches planned as rows and packed, without padding and with a shared prompt once; both
 against counted steps.
 
-covers: planner/batches.py, planner/seconds.py, prefixes/calls.py, prefixes/spread.py,
+covers: planner/batches.py, planner/seconds.py, prefixes/calls.py, prefixes/row_outputs.py,
   head/token_positions.py, cli/checks.py, cli/runs.py
 """
 
@@ -23,15 +23,15 @@ from streambp.cli import main, parse
 from streambp.errors import ConfigError
 from streambp.head import recipe
 from streambp.head.log_probs import HeadInputs
-from streambp.launch.settings import from_flags
+from streambp.launch.settings import settings_from_flags
 from streambp.planner import batches
-from streambp.planner.batches import Batch, padded_and_packed, work
+from streambp.planner.batches import Batch, predict_padded_and_packed, work
 from streambp.planner.plan import Memory
 from streambp.planner.profile import Setting, peak
 from streambp.planner.profile import work as work_of_one_row
 from streambp.planner.skeleton import Skeleton
-from streambp.planner.survey import Counter, streamed, survey
-from streambp.prefixes import calls, spread
+from streambp.planner.survey import Counter, streamed_recipe, survey
+from streambp.prefixes import calls, row_outputs
 from streambp.prefixes.tree import find_tree
 from tests import zoo
 from tests.seeds import seeded
@@ -68,7 +68,7 @@ def count(batch_size, length, chunk_size, shared=False):
     it.
     """
     tree, labels = tree_and_labels()
-    method = streamed()
+    method = streamed_recipe()
     method = dataclasses.replace(
         method, config=dataclasses.replace(method.config, rows="packed" if shared else "as_given")
     )
@@ -157,11 +157,11 @@ def test_the_head_takes_what_the_trees_own_tokens_take():
 
 def expanded(x, tree):
     """A mutant: the head reads the hidden states of all rows, [B, T, h]."""
-    return spread.LazyHidden.make(spread.spread(x.source, tree), x.recipe, x.dtype)
+    return row_outputs.LazyHidden.make(row_outputs.spread_output(x.source, tree), x.recipe, x.dtype)
 
 
 def test_a_head_that_reads_all_rows_is_seen(monkeypatch):
-    monkeypatch.setattr(spread, "_at_places", expanded)
+    monkeypatch.setattr(row_outputs, "_copy_lazy_rows", expanded)
     spans = count(ROWS, GROUP.row, GROUP.tokens(True) // CHUNKS, shared=True)
     assert taken_by_the_head(spans) > 1.5 * taken_by_the_head(counted()["plain"])
 
@@ -169,7 +169,7 @@ def test_a_head_that_reads_all_rows_is_seen(monkeypatch):
 @functools.cache
 def profile():
     """Of one row, streamed with nothing saved."""
-    return survey(skeleton(), (streamed(),), 1, None, "cudnn")
+    return survey(skeleton(), (streamed_recipe(),), 1, None, "cudnn")
 
 
 def sum_of_field(works, field, names):
@@ -231,7 +231,7 @@ def test_a_group_of_one_row_is_a_row():
 
 
 def test_the_fastest_way_that_fits():
-    rows, shared = padded_and_packed(profile(), GROUP, Memory(2**40), Setting(optimizer=0))
+    rows, shared = predict_padded_and_packed(profile(), GROUP, Memory(2**40), Setting(optimizer=0))
     assert rows.fits
     assert shared.fits
     assert (rows.tokens, shared.tokens) == (16 * 33 * 1024, 48 * 1024)
@@ -239,7 +239,7 @@ def test_the_fastest_way_that_fits():
     assert 8 < rows.seconds / shared.seconds < 11
     assert rows.resident > 2 * shared.resident
     small = Memory(int(1.5 * shared.peak.total))
-    rows, shared = padded_and_packed(profile(), GROUP, small, Setting(optimizer=0))
+    rows, shared = predict_padded_and_packed(profile(), GROUP, small, Setting(optimizer=0))
     assert shared.fits
     assert not rows.fits
     for wrong in (
@@ -248,7 +248,7 @@ def test_the_fastest_way_that_fits():
     ):
         arguments = {"profile": profile(), "batch": GROUP, "memory": small, "setting": Setting()}
         with pytest.raises(ConfigError, match="one row on one rank"):
-            padded_and_packed(**{**arguments, **wrong})
+            predict_padded_and_packed(**{**arguments, **wrong})
     for lengths, prompt in (((), 0), ((5, 0), 0), ((5, 4), 4)):
         with pytest.raises(ConfigError, match="longer than the prompt"):
             Batch(lengths, prompt)
@@ -256,18 +256,18 @@ def test_the_fastest_way_that_fits():
 
 def test_groups_on_the_command_line(tmp_path, capsys, monkeypatch):
     zoo.tiny_config("llama").save_pretrained(tmp_path)
-    monkeypatch.setattr(sys.modules["streambp.planner.plan"], "counted", lambda *_: profile())
+    monkeypatch.setattr(sys.modules["streambp.planner.plan"], "count_profile", lambda *_: profile())
     ask = ["plan", str(tmp_path), "--gpu-memory", "640GiB", "--group", "16"]
     assert main([*ask, "--prompt", "32k"]) == 0
     table = capsys.readouterr().out
     assert "A group of 16 rows with a prompt of 32,768 tokens" in table
-    for length, ratio in zip(batches.COMPLETIONS, ("11.00", "6.00", "2.67"), strict=True):
+    for length, ratio in zip(batches.COMPLETION_TOKENS, ("11.00", "6.00", "2.67"), strict=True):
         assert f"{length:,}: as given" in table
         assert ratio in table
     (pasted,) = re.findall(r"For completions of 16,384 tokens: (.*)", table)
     assert eval(pasted, {"streambp": streambp}).rows == "packed"
     (launch,) = re.findall(r"  launch +streambp (.*)", table)
-    assert from_flags(parse(shlex.split(launch))).config.rows == "packed"
+    assert settings_from_flags(parse(shlex.split(launch))).config.rows == "packed"
     assert main([*ask, "--prompt", "1k", "--seq-len", "1280", "--json"]) == 0
     ((rows, shared),) = json.loads(capsys.readouterr().out)["batches"]
     assert (rows["tokens"], shared["tokens"]) == (16 * 1280, 1024 + 16 * 256)

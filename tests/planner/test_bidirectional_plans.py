@@ -25,7 +25,7 @@ from streambp.planner.plan import plan
 from streambp.planner.profile import flops, from_json, to_json, work
 from streambp.planner.report import plan_table
 from streambp.planner.skeleton import Skeleton
-from streambp.planner.survey import CHECKPOINTING, UNPATCHED_RECIPE, streamed, survey
+from streambp.planner.survey import CHECKPOINTING_RECIPE, UNPATCHED_RECIPE, streamed_recipe, survey
 from streambp.planner.work import pairs
 from tests.planner import measured
 from tests.seeds import seed_torch
@@ -35,11 +35,11 @@ SIZES = {
     "max_position_embeddings": 2**20, "pad_token_id": 0,
 }  # fmt: skip
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-SPECIAL = {"bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
+SPECIAL_TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
 CONFIGS = {
     "llama": LlamaConfig(**SIZES, num_key_value_heads=2, is_causal=False),
     "bert": BertConfig(**SIZES, **NO_DROPOUT),
-    "modernbert": ModernBertConfig(**SIZES, **SPECIAL, architectures=["ModernBertModel"]),
+    "modernbert": ModernBertConfig(**SIZES, **SPECIAL_TOKENS, architectures=["ModernBertModel"]),
     "embedding_gemma": Gemma3TextConfig(
         **SIZES, num_key_value_heads=2, head_dim=16, use_bidirectional_attention=True, sliding_window=128,
         layer_types=["sliding_attention", "full_attention"] * 2 + ["full_attention"],
@@ -53,8 +53,12 @@ CONFIGS = {
         },
     ),
 }  # fmt: skip
-RECIPES = {"checkpointing": CHECKPOINTING, "streambp": streamed(), "saves": streamed(("attn_out",))}
-FAST = (("llama", "streambp"), ("modernbert", "saves"), ("bert", "checkpointing"))
+RECIPES = {
+    "checkpointing": CHECKPOINTING_RECIPE,
+    "streambp": streamed_recipe(),
+    "saves": streamed_recipe(("attn_out",)),
+}
+FAST_CASES = (("llama", "streambp"), ("modernbert", "saves"), ("bert", "checkpointing"))
 
 
 def built(name):
@@ -79,7 +83,7 @@ def without_witness(monkeypatch):
     ("name", "recipe"),
     [
         (name, recipe)
-        if (name, recipe) in FAST
+        if (name, recipe) in FAST_CASES
         else pytest.param(name, recipe, marks=pytest.mark.full)
         for name in ("llama", "bert", "modernbert", "embedding_gemma")
         for recipe in RECIPES
@@ -94,7 +98,7 @@ def test_live_bytes_are_predicted(name, recipe):
 @pytest.mark.full
 @pytest.mark.usefixtures("without_witness")
 def test_the_mutant_whose_windows_read_all_keys_is_noticed(monkeypatch):
-    monkeypatch.setattr(mask_rules, "_from_positions", mask_rules.rectangles)
+    monkeypatch.setattr(mask_rules, "_position_rectangles", mask_rules.rectangles)
     predicted, real = peaks("modernbert", RECIPES["streambp"])
     assert abs(predicted / real - 1) > 0.03
 
@@ -103,7 +107,7 @@ def test_the_mutant_whose_windows_read_all_keys_is_noticed(monkeypatch):
 @pytest.mark.usefixtures("without_witness")
 def test_bytes_beside_causal_layers_are_what_the_layers_keep():
     """Queries, and gradients of queries and outputs, of all tokens in one layer's backward."""
-    longer = [peaks("llama", streamed(), length)[0] for length in (1500, 3000)]
+    longer = [peaks("llama", streamed_recipe(), length)[0] for length in (1500, 3000)]
     slope = (longer[1] - longer[0]) / 1500 / (4 * SIZES["hidden_size"])
     print(f"{slope:.2f} hidden sizes a token")
     x_of_layers = SIZES["num_hidden_layers"]
@@ -112,7 +116,12 @@ def test_bytes_beside_causal_layers_are_what_the_layers_keep():
 
 def surveyed(config, at=(4096, 1024)):
     skeleton = Skeleton(config, torch.bfloat16, None, 16, "cuda")
-    recipes = (UNPATCHED_RECIPE, CHECKPOINTING, streamed(), streamed(("attn_out",)))
+    recipes = (
+        UNPATCHED_RECIPE,
+        CHECKPOINTING_RECIPE,
+        streamed_recipe(),
+        streamed_recipe(("attn_out",)),
+    )
     return survey(skeleton, recipes, at=at, accumulating=False, tree=False, timed=False)
 
 

@@ -1,6 +1,6 @@
 """The plan's line for offload="auto": what a real step chooses, and its seconds.
 
-covers: planner/both_rooms.py, planner/plan.py, planner/report.py, offload/places.py
+covers: planner/auto_offload.py, planner/plan.py, planner/report.py, offload/placement.py
 """
 
 from __future__ import annotations
@@ -13,36 +13,36 @@ from types import SimpleNamespace
 
 import pytest
 
-from streambp.offload import moving
-from streambp.offload.costs import Figures, Measured
-from streambp.offload.link import FREE_SHARE
+from streambp.offload import host_choice
+from streambp.offload.costs import ForwardMeasurement, StepFigures
+from streambp.offload.link import USABLE_FREE_FRACTION
 from streambp.offload.policy import SavesPolicy
-from streambp.planner.both_rooms import with_both_rooms
-from streambp.planner.counted import CountRequest, counted
+from streambp.planner.auto_offload import predict_auto_offload
 from streambp.planner.layer_costs import costs_from_json
-from streambp.planner.plan import WITH_BOTH_ROOMS, Memory, plan_profile
+from streambp.planner.plan import AUTO_OFFLOAD_CHUNK_TOKENS, Memory, plan_profile
 from streambp.planner.profile import Setting, peak, work
+from streambp.planner.profile_cache import CountRequest, count_profile
 from streambp.planner.report import plan_table
 from streambp.planner.seconds import kernels, seconds
-from streambp.planner.survey import STREAMED, streamed
+from streambp.planner.survey import STREAMED_RECIPES, streamed_recipe
 from streambp.rates import DEVICES
-from tests.planner.released import RELEASED
+from tests.planner.released import RELEASED_CONFIGS
 from tests.planner.test_default_row import small
 
 GIB = 2**30
 RATES = DEVICES["H100"]
 TOKENS = 32768
-HOST = streamed((), "cpu").name
+HOST = streamed_recipe((), "cpu").name
 
 
 @functools.cache
 def profile():
-    return counted(CountRequest(small()), (STREAMED[0], streamed((), "cpu")))
+    return count_profile(CountRequest(small()), (STREAMED_RECIPES[0], streamed_recipe((), "cpu")))
 
 
 def predicted(device, host, tokens=TOKENS, setting=None, sizes=(8192,)):
     setting = Setting(optimizer=0) if setting is None else setting
-    return with_both_rooms(profile(), tokens, sizes, (device, host), setting, RATES)
+    return predict_auto_offload(profile(), tokens, sizes, (device, host), setting, RATES)
 
 
 def at_length(costs):
@@ -63,15 +63,15 @@ def test_it_is_the_choice_of_a_step():
     usable, host = 3 * GIB, 1.5 * GIB
     step = predicted(usable, host)
     forward = sum(kernels(work(method, TOKENS, 8192, setting)["forward"], RATES))
-    measured = Measured(TOKENS, TOKENS, forward, RATES.link, RATES.forward, host)
+    measured = ForwardMeasurement(TOKENS, TOKENS, forward, RATES.link, RATES.forward, host)
     at = peak(profile(), method, TOKENS, 8192, setting).total
     copy_bytes = 2 * forward * RATES.link / profile().layers * 8192 / TOKENS
     link = SimpleNamespace(
         begin=lambda length: measured,
-        room_on_device=lambda tokens: FREE_SHARE * (usable - at - copy_bytes),
+        room_on_device=lambda tokens: USABLE_FREE_FRACTION * (usable - at - copy_bytes),
         manager=SimpleNamespace(staying=None),
     )
-    figures = Figures(costs=at_length(costs_from_json(profile().saves)))
+    figures = StepFigures(costs=at_length(costs_from_json(profile().saves)))
     layers = profile().layers
     policy = SavesPolicy(layers, lambda _: None, lambda _: (figures, 0.0), False, True, link)
     policy.figures = figures
@@ -113,7 +113,7 @@ def test_without_room_it_is_the_step_that_moves_inputs_alone():
 def test_what_it_is_not_known_for():
     assert predicted(8 * GIB, None, setting=Setting(gpus=2, zero=3)) is None
     unseen = dataclasses.replace(profile(), saves=None)
-    assert with_both_rooms(unseen, TOKENS, (8192,), (8 * GIB, None), Setting(), RATES) is None
+    assert predict_auto_offload(unseen, TOKENS, (8192,), (8 * GIB, None), Setting(), RATES) is None
 
 
 def test_a_plan_prints_it_where_it_is_faster():
@@ -144,13 +144,15 @@ LIMITS = [
 def test_qwen3_8b_on_one_h100():
     @functools.cache
     def of(lora, bits):
-        request = CountRequest(RELEASED["Qwen3-8B"](), lora=lora, bits=bits, kernels="liger")
-        return counted(request, (STREAMED[0], streamed((), "cpu")))
+        request = CountRequest(
+            RELEASED_CONFIGS["Qwen3-8B"](), lora=lora, bits=bits, kernels="liger"
+        )
+        return count_profile(request, (STREAMED_RECIPES[0], streamed_recipe((), "cpu")))
 
     for gpu, host, tokens, lora, bits, limit in LIMITS:
         usable = 0.95 * gpu * GIB
-        step = with_both_rooms(
-            of(lora, bits), tokens, WITH_BOTH_ROOMS, (usable, 0.9 * host * GIB),
+        step = predict_auto_offload(
+            of(lora, bits), tokens, AUTO_OFFLOAD_CHUNK_TOKENS, (usable, 0.9 * host * GIB),
             Setting(optimizer=0), RATES,
         )  # fmt: skip
         print(f"{gpu} GiB, {tokens:,} tokens, LoRA {lora}: {step.seconds:.2f} s, {limit} allowed")
@@ -159,13 +161,13 @@ def test_qwen3_8b_on_one_h100():
 
 
 def without_the_device(patch):
-    patch.setattr(moving, "FREE_SHARE", 0.0)
+    patch.setattr(host_choice, "USABLE_FREE_FRACTION", 0.0)
 
 
 def without_the_link(patch):
-    choose = moving.choose_placement
+    choose = host_choice.choose_placement
     patch.setattr(
-        moving,
+        host_choice,
         "choose_placement",
         lambda inputs, candidates, headroom: choose(
             inputs, candidates, dataclasses.replace(headroom, link=math.inf)

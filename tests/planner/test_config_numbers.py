@@ -26,7 +26,7 @@ from streambp.errors import StreamBPError
 from streambp.planner import configuration, skeleton
 from streambp.planner.configuration import build, read_config
 from streambp.planner.skeleton import Skeleton, reduced_layers
-from streambp.planner.survey import STREAMED, survey
+from streambp.planner.survey import STREAMED_RECIPES, survey
 
 # The defaults of these two classes are Gemma 3n E4B and a Gemma 4 of five billion parameters.
 GEMMAS = (Gemma3nTextConfig, Gemma3nConfig, Gemma4TextConfig, Gemma4Config)
@@ -89,7 +89,7 @@ def test_numbers_of_modules_are_limited(kind, field, value):
 
 def test_a_limit_by_the_word_layer_is_seen(monkeypatch):
     """The rule that refused Gemma 3n."""
-    monkeypatch.setattr(configuration, "LAYERS", configuration.re.compile("layer"))
+    monkeypatch.setattr(configuration, "LAYER_COUNT_FIELD", configuration.re.compile("layer"))
     with pytest.raises(StreamBPError, match="vocab_size_per_layer_input"):
         test_gemmas_are_read(Gemma3nTextConfig)
 
@@ -106,7 +106,9 @@ def counted(every_layer):
     reduce = skeleton.reduce if not every_layer else lambda: all_of(skeleton)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(skeleton, "reduce", reduce)
-        profile = survey(skeleton, STREAMED[:1], accumulating=False, tree=False, timed=False)
+        profile = survey(
+            skeleton, STREAMED_RECIPES[:1], accumulating=False, tree=False, timed=False
+        )
     return profile.methods[0]
 
 
@@ -129,7 +131,7 @@ def test_inputs_of_each_layer_are_counted():
 
 
 def test_a_shorter_backbone_is_seen(monkeypatch):
-    monkeypatch.setattr(skeleton, "INPUTS_BY_LAYER", "no_such_field")
+    monkeypatch.setattr(skeleton, "INPUTS_BY_LAYER_FIELD", "no_such_field")
     with pytest.raises(StreamBPError, match="could not be counted"):
         check_inputs_by_layer()
 

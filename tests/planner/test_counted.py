@@ -1,7 +1,7 @@
 """Profiles are counted once for a model, options and code; progress is told; routing is shared
 evenly.
 
-covers: planner/counted.py, planner/report.py, planner/routing.py, planner/survey.py
+covers: planner/profile_cache.py, planner/report.py, planner/routing.py, planner/survey.py
 """
 
 from __future__ import annotations
@@ -12,17 +12,22 @@ import json
 import pytest
 import torch
 
-import streambp.planner.counted as module
+import streambp.planner.profile_cache as module
 from streambp.planner import Setting
 from streambp.planner.count import StepCount, aten
-from streambp.planner.counted import CountRequest, counted, folder
 from streambp.planner.profile import peak, work
+from streambp.planner.profile_cache import CountRequest, count_profile, folder
 from streambp.planner.report import progress
 from streambp.planner.routing import answer
 from streambp.planner.skeleton import Skeleton
-from streambp.planner.survey import CHECKPOINTING, CHECKPOINTING_HEAD, streamed, survey
+from streambp.planner.survey import (
+    CHECKPOINTING_HEAD_RECIPE,
+    CHECKPOINTING_RECIPE,
+    streamed_recipe,
+    survey,
+)
 from tests import zoo
-from tests.planner.test_estimates import SMALL
+from tests.planner.test_estimates import SMALL_CONFIG
 from tests.planner.test_plans import two_methods
 
 
@@ -42,10 +47,17 @@ def surveys(tmp_path, monkeypatch):
 
 
 def test_a_second_plan_of_a_model_counts_nothing(surveys, tmp_path):
-    SMALL.save_pretrained(tmp_path / "model")
-    first = counted(CountRequest(SMALL), [streamed()], cache=True)
-    assert counted(CountRequest(SMALL), [streamed()], cache=True) == first == two_methods()
-    assert counted(CountRequest(str(tmp_path / "model")), [streamed()], cache=True) == first
+    SMALL_CONFIG.save_pretrained(tmp_path / "model")
+    first = count_profile(CountRequest(SMALL_CONFIG), [streamed_recipe()], cache=True)
+    assert (
+        count_profile(CountRequest(SMALL_CONFIG), [streamed_recipe()], cache=True)
+        == first
+        == two_methods()
+    )
+    assert (
+        count_profile(CountRequest(str(tmp_path / "model")), [streamed_recipe()], cache=True)
+        == first
+    )
     assert len(surveys) == 1
     assert [path.parent for path in folder().iterdir()] == [tmp_path / "streambp" / "plans"]
 
@@ -55,14 +67,16 @@ def test_a_second_plan_of_a_model_counts_nothing(surveys, tmp_path):
     ["options", "configuration", "recipes", "source", "torch", "a broken file", "no cache"],
 )
 def test_another_plan_is_counted_anew(change, surveys, monkeypatch, caplog):
-    counted(CountRequest(SMALL), [streamed()], cache=True)
-    request, recipes, cache = CountRequest(SMALL), [streamed()], True
+    count_profile(CountRequest(SMALL_CONFIG), [streamed_recipe()], cache=True)
+    request, recipes, cache = CountRequest(SMALL_CONFIG), [streamed_recipe()], True
     if change == "options":
-        request = CountRequest(SMALL, kernels="liger")
+        request = CountRequest(SMALL_CONFIG, kernels="liger")
     if change == "configuration":
-        request = CountRequest(type(SMALL)(**{**SMALL.to_dict(), "rms_norm_eps": 1e-3}))
+        request = CountRequest(
+            type(SMALL_CONFIG)(**{**SMALL_CONFIG.to_dict(), "rms_norm_eps": 1e-3})
+        )
     if change == "recipes":
-        recipes = [streamed(("kv",))]
+        recipes = [streamed_recipe(("kv",))]
     if change == "source":
         monkeypatch.setattr(module, "_source", lambda: "changed")
     if change == "torch":
@@ -72,7 +86,7 @@ def test_another_plan_is_counted_anew(change, surveys, monkeypatch, caplog):
         path.write_text("{")
     if change == "no cache":
         cache = False
-    assert counted(request, recipes, cache=cache) == two_methods()
+    assert count_profile(request, recipes, cache=cache) == two_methods()
     assert len(surveys) == 2
     if change == "a broken file":
         (line,) = caplog.messages
@@ -84,7 +98,7 @@ def test_another_plan_is_counted_anew(change, surveys, monkeypatch, caplog):
 @pytest.mark.parametrize("damage", ["number", "list", "text"])
 def test_a_plan_file_whose_content_changed_is_ignored_with_one_line(damage, surveys, caplog):
     """Whatever the content is now: nothing of it is taken."""
-    counted(CountRequest(SMALL), [streamed()], cache=True)
+    count_profile(CountRequest(SMALL_CONFIG), [streamed_recipe()], cache=True)
     (path,) = folder().iterdir()
     data = json.loads(path.read_text())
     if damage == "number":
@@ -92,7 +106,9 @@ def test_a_plan_file_whose_content_changed_is_ignored_with_one_line(damage, surv
     if damage == "text":
         data["groups"] = "none"
     path.write_text(json.dumps([data] if damage == "list" else data))
-    assert counted(CountRequest(SMALL), [streamed()], cache=True) == two_methods()
+    assert (
+        count_profile(CountRequest(SMALL_CONFIG), [streamed_recipe()], cache=True) == two_methods()
+    )
     assert len(surveys) == 2
     (line,) = caplog.messages
     assert line.startswith(f"{path} is ignored, and the count is made again: ")
@@ -101,17 +117,17 @@ def test_a_plan_file_whose_content_changed_is_ignored_with_one_line(damage, surv
 def test_a_model_that_is_built_is_always_counted(surveys):
     model = zoo.build("qwen3", torch.bfloat16)
     for _ in range(2):
-        counted(CountRequest(model), [streamed()], cache=True)
+        count_profile(CountRequest(model), [streamed_recipe()], cache=True)
     assert len(surveys) == 2
     assert not folder().exists()
 
 
 def test_progress_is_told():
     messages = []
-    skeleton = Skeleton(SMALL, torch.bfloat16, None, 16, "cuda")
+    skeleton = Skeleton(SMALL_CONFIG, torch.bfloat16, None, 16, "cuda")
     survey(
         skeleton,
-        [CHECKPOINTING, CHECKPOINTING_HEAD],
+        [CHECKPOINTING_RECIPE, CHECKPOINTING_HEAD_RECIPE],
         at=(64, 32),
         tree=False,
         on_progress=lambda *args: messages.append(args),
@@ -156,7 +172,7 @@ def test_experts_get_equal_shares():
 def test_experts_that_look_at_their_routing_do_the_work_of_their_shares(family):
     """Twice the tokens are twice the products, or more where scores are products too."""
     skeleton = Skeleton(zoo.tiny_config(family), torch.bfloat16, None, 16, "cuda")
-    profile = survey(skeleton, [streamed()], at=(512, 256), accumulating=False, tree=False)
+    profile = survey(skeleton, [streamed_recipe()], at=(512, 256), accumulating=False, tree=False)
     method = profile.methods[0]
     assert peak(profile, method, 512, 256, Setting(optimizer=0)).activations > 0
     products = [work(method, length, 256)["forward"].products for length in (512, 1024)]

@@ -24,28 +24,28 @@ import torch
 import streambp
 from scripts.plan_time import configs
 from streambp.admission.stacks import find_stacks
-from streambp.known_names import FULL_SHAPE, PARTITIONED, SHARD_HERE
+from streambp.known_names import FULL_SHAPE, LOCAL_SHARD, PARTITION_ID
 from streambp.model.wrappers import LayerForward
 from streambp.offload import costs as costs_of_steps
 from streambp.offload import free_memory, policy
 from streambp.offload.costs import GRAPH
 from streambp.planner import auto
-from streambp.planner.adapters import with_adapters
+from streambp.planner.adapters import add_adapters
 from streambp.planner.count import StepCount
 from streambp.planner.seconds import seconds
 from streambp.planner.skeleton import Skeleton
-from streambp.planner.survey import streamed, survey
-from streambp.rates import DEFAULT, DEVICES
+from streambp.planner.survey import streamed_recipe, survey
+from streambp.rates import DEFAULT_DEVICE, DEVICES
 from tests.offload.test_policy import planned_and_kept
 from tests.seeds import seed_of
 
 GIB = 2**30
-HERE = torch.device("meta")  # where a model without data is, and what stands for the card
+META_DEVICE = torch.device("meta")  # where a model without data is, and what stands for the card
 LENGTHS = (2048, 4096, 16384, 65536, 131072)
 CHUNKS = (32768, 16384, 8192, 4096, 2048, 1024)
-CLOSE = 1.01
-RATES = DEVICES[DEFAULT]
-FEW = 16  # tokens of a step that shows what no backward reads
+MAX_TIME_RATIO = 1.01
+RATES = DEVICES[DEFAULT_DEVICE]
+FEW_TOKENS = 16  # tokens of a step that shows what no backward reads
 KV = ("self_attn.k_proj", "self_attn.v_proj")
 
 
@@ -68,7 +68,10 @@ class Card:
         return (
             None
             if device.type == "cpu"
-            else min(free_memory.USABLE * self.memory, self.memory - free_memory.LEFT)
+            else min(
+                free_memory.USABLE_DEVICE_FRACTION * self.memory,
+                self.memory - free_memory.RESERVED_BYTES,
+            )
             - self.used_bytes
         )
 
@@ -132,14 +135,14 @@ def frozen(model):
 def divided(model):
     """As ZeRO-3 has it while a layer runs: its weights are gathered, its gradients elsewhere."""
     for number, parameter in enumerate(model.parameters()):
-        setattr(parameter, PARTITIONED, number)
+        setattr(parameter, PARTITION_ID, number)
         setattr(parameter, FULL_SHAPE, parameter.shape)
 
 
 def in_halves(model):
     """As FSDP2 has it on two ranks."""
     for parameter in model.parameters():
-        setattr(parameter, SHARD_HERE, torch.empty(parameter.numel() // 2, dtype=parameter.dtype))
+        setattr(parameter, LOCAL_SHARD, torch.empty(parameter.numel() // 2, dtype=parameter.dtype))
 
 
 def stage(model):
@@ -156,7 +159,7 @@ def stage(model):
 def sharded(memory, change):
     """Shared by two ranks: the card holds this rank's part of the weights."""
     set_up = SetUp(skeleton_of(memory, change), share=0.5)
-    share, gathered = auto.sharing(set_up.skeleton.model)
+    share, gathered = auto.gradient_shares(set_up.skeleton.model)
     assert share in (0.0, 0.5)
     assert gathered > 0
     return set_up
@@ -166,18 +169,18 @@ def patched_on_cpu(memory):
     """Patched on a CPU, through a step's first layer there, and moved."""
     skeleton = skeleton_of(memory)
     policy_of_it = state_of(skeleton).saves_policy
-    policy_of_it.begins(torch.device("cpu"))
-    policy_of_it.ended()
+    policy_of_it.begin_forward(torch.device("cpu"))
+    policy_of_it.end_forward()
     assert policy_of_it.figures.need.method.name == "at most"
     return SetUp(skeleton)
 
 
 def adapted_afterwards(memory):
     skeleton = skeleton_of(memory)
-    state_of(skeleton).saves_policy.begins(HERE)
-    state_of(skeleton).saves_policy.ended()
+    state_of(skeleton).saves_policy.begin_forward(META_DEVICE)
+    state_of(skeleton).saves_policy.end_forward()
     with skeleton.active():
-        skeleton.model, _ = with_adapters(skeleton.model, 16)
+        skeleton.model, _ = add_adapters(skeleton.model, 16)
     return SetUp(skeleton, states=8)
 
 
@@ -210,7 +213,8 @@ SET_UPS = {
     "FSDP2 on two ranks": lambda memory: sharded(memory, in_halves),
     "a stage of a pipeline": lambda memory: SetUp(skeleton_of(memory, stage)),
 }
-LIKE = {  # set-ups whose layers and methods are the same as those of another, patched when all was there
+# set-ups whose layers and methods are the same as those of another, patched when all was there
+EQUIVALENT_SETUPS = {
     "adapters added after patch": "adapters",
     "float32 under autocast": "autocast",
     "first half frozen": "frozen",
@@ -230,7 +234,7 @@ def methods_of(kind, memory):
     """The planner's, of a model that was never patched, in the order of `Values`."""
     skeleton = skeleton_of(memory, patched=False, **KINDS[kind])
     recipes = [
-        streamed(saves)
+        streamed_recipe(saves)
         for saves in ((), ("attn_out",), ("attn_out", "kv"), ("attn_out", "kv", "*"))
     ]
     return survey(skeleton, recipes, tree=False).methods
@@ -347,7 +351,7 @@ def forward_of(set_up, layers, tokens, backward=False):
     all_layers, number, chooser = backbone.layers, backbone.config.num_hidden_layers, set_up.policy
     real_states, chooser.states = chooser.states, lambda _: figures
     with set_up.running():
-        figures = real_states(HERE)
+        figures = real_states(META_DEVICE)
     try:
         backbone.layers = torch.nn.ModuleList(all_layers[index] for index in layers)
         backbone.config.num_hidden_layers = len(layers)
@@ -375,7 +379,7 @@ def look_at_backwards(set_up):
     ]
     costs = dict(set_up.policy.figures.costs)
     first, last = min(costs), max(costs)
-    forward_of(set_up, sorted({first, first + 1, last}), FEW, backward=True)
+    forward_of(set_up, sorted({first, first + 1, last}), FEW_TOKENS, backward=True)
     set_up.policy.figures.costs.update(costs)
     set_up.policy._seen.clear()
     for layer_state in layer_states[first + 1 : last]:
@@ -432,18 +436,20 @@ def cell(set_up, kind, memory, card, tokens, present):
     set_up.take(card, present)
     chooser = set_up.policy
     with set_up.running():
-        chooser.begins(HERE)
-        chooser.ended()
+        chooser.begin_forward(META_DEVICE)
+        chooser.end_forward()
         assert chooser.present == present
-        chunk = chooser.size(1, tokens, HERE)
-        fits, plan, _ = chooser.predicted(chooser.free(HERE), tokens, chunk, HERE, tokens)
-    free, costs = card(HERE), chooser.figures.costs
+        chunk = chooser.size(1, tokens, META_DEVICE)
+        fits, plan, _ = chooser.predict(
+            chooser.free(META_DEVICE), tokens, chunk, META_DEVICE, tokens
+        )
+    free, costs = card(META_DEVICE), chooser.figures.costs
     need = dataclasses.replace(chooser.figures.need, method=methods_of(kind, memory)[0])
     linears, min_seconds = linears_of(set_up), math.inf
     for size in dict.fromkeys(min(size, tokens) for size in CHUNKS):
         headrooms = [
             (last_layer, free - used_bytes)
-            for last_layer, used_bytes in need.by_layer(tokens, size, present)
+            for last_layer, used_bytes in need.bytes_by_layer(tokens, size, present)
         ]
         if min(headroom for _, headroom in headrooms) >= 0:
             values = Values(kind, memory, linears, len(costs), tokens, size)
@@ -475,9 +481,9 @@ def cell(set_up, kind, memory, card, tokens, present):
         tokens,
         chunk,
         plan,
-        [(u, free - n) for u, n in need.by_layer(tokens, chunk, present)],
+        [(u, free - n) for u, n in need.bytes_by_layer(tokens, chunk, present)],
     )
-    count = costs_of_steps.Chosen(tokens, tokens, chunk, free, plan).layers
+    count = costs_of_steps.SavesChoice(tokens, tokens, chunk, free, plan).layers
     print(
         f"    {tokens:7,} {present:3.0f}   chunks of {chunk:6,}, {spent:6.2f} s, at best "
         f"{min_seconds:6.2f}: {count}"
@@ -489,17 +495,20 @@ def row(name, memory, lengths=LENGTHS):
     """The ratios of a set-up."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(free_memory, "free_memory", card := Card(memory))
-        patch.setattr(auto, "rates_here", lambda device: RATES)
+        patch.setattr(auto, "rates_of_device", lambda device: RATES)
         set_up = SET_UPS[name](memory)
         print(f"\n{name}, {memory} GiB")
         set_up.take(card, set_up.present[0])
         with set_up.running():
-            set_up.policy.begins(HERE)
-            set_up.policy.ended()
+            set_up.policy.begin_forward(META_DEVICE)
+            set_up.policy.end_forward()
         assert set_up.policy.figures.seconds is not None
         look_at_backwards(set_up)
         cells = itertools.product(lengths, dict.fromkeys(set_up.present))
-        return [cell(set_up, LIKE.get(name, "full"), memory, card, *settings) for settings in cells]
+        return [
+            cell(set_up, EQUIVALENT_SETUPS.get(name, "full"), memory, card, *settings)
+            for settings in cells
+        ]
 
 
 @pytest.mark.full
@@ -509,7 +518,7 @@ def test_the_choice_is_the_fastest_that_fits(set_up, memory):
     ratios_or_none = row(set_up, memory)
     ratios = [ratio for ratio in ratios_or_none if ratio is not None]
     assert len(ratios) >= 2
-    assert max(ratios) <= CLOSE
+    assert max(ratios) <= MAX_TIME_RATIO
     assert min(ratios) > 1 - 1e-6  # what is called the best is
 
 
@@ -530,12 +539,12 @@ def test_a_kept_graph_takes_what_is_predicted(name, monkeypatch):
     config.layer_types = config.layer_types[:6]
     monkeypatch.setitem(globals(), "config_of", lambda memory: config)
     monkeypatch.setattr(free_memory, "free_memory", card := Card(24))
-    monkeypatch.setattr(auto, "rates_here", lambda device: RATES)
+    monkeypatch.setattr(auto, "rates_of_device", lambda device: RATES)
     set_up = SET_UPS[name](24)
     set_up.take(card, 0.0)
     with set_up.running():
-        set_up.policy.begins(HERE)
-        set_up.policy.ended()
+        set_up.policy.begin_forward(META_DEVICE)
+        set_up.policy.end_forward()
     look_at_backwards(set_up)
     _, with_two, latest = forward_of(set_up, [0, 4, 5], 2048)
     assert latest.layers == {GRAPH: len(set_up.policy.figures.costs)}
@@ -578,17 +587,21 @@ def test_where_not_all_attention_fits_the_host_is_faster(monkeypatch):
     for all."""
     monkeypatch.setattr(policy, "host_limit", lambda size: 112 * GIB)
     monkeypatch.setattr(free_memory, "free_memory", card := Card(80))
-    monkeypatch.setattr(auto, "rates_here", lambda device: RATES)
+    monkeypatch.setattr(auto, "rates_of_device", lambda device: RATES)
     set_up = SetUp(skeleton_of(80))
     set_up.take(card, 0.0)
     chooser, faster = set_up.policy, {}
     with set_up.running():
         for tokens in (16384, 131072):
-            chooser.begins(HERE)
-            chooser.ended()
-            chunk = chooser.size(1, tokens, HERE)
-            _, plan, _ = chooser.predicted(chooser.free(HERE), tokens, chunk, HERE, tokens)
-            chooser.latest = costs_of_steps.Chosen(tokens, tokens, chunk, card(HERE), plan)
+            chooser.begin_forward(META_DEVICE)
+            chooser.end_forward()
+            chunk = chooser.size(1, tokens, META_DEVICE)
+            _, plan, _ = chooser.predict(
+                chooser.free(META_DEVICE), tokens, chunk, META_DEVICE, tokens
+            )
+            chooser.latest = costs_of_steps.SavesChoice(
+                tokens, tokens, chunk, card(META_DEVICE), plan
+            )
             faster[tokens] = chooser.faster_on_host()
     assert faster[16384] == 0
     assert 2 < faster[131072] < 12

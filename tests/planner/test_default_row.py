@@ -1,6 +1,6 @@
 """The plan's row for `streambp.patch(model)` alone is the choice that a patched model takes.
 
-covers: planner/default.py, planner/layer_costs.py, planner/measure.py
+covers: planner/default_step.py, planner/layer_costs.py, planner/measure.py
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ import torch
 import streambp
 from scripts.plan_time import configs
 from streambp.model import unpatched
-from streambp.model.record import KEPT_GRAPH, UNPATCHED
-from streambp.model.record import STREAMED as STREAMED_WAY
+from streambp.model.record import OUTCOME_KEPT_GRAPH, OUTCOME_UNPATCHED
+from streambp.model.record import OUTCOME_STREAMED as STREAMED_WAY
 from streambp.offload import free_memory, policy
-from streambp.offload.costs import GRAPH, Chosen
-from streambp.planner import default
-from streambp.planner.counted import CountRequest, counted
+from streambp.offload.costs import GRAPH, SavesChoice
+from streambp.planner import default_step
 from streambp.planner.layer_costs import PLAN_DEVICE
 from streambp.planner.measure import compare_default
 from streambp.planner.plan import Memory, plan_profile
-from streambp.planner.profile import Setting, from_json, static, to_json
+from streambp.planner.profile import Setting, bytes_between_steps, from_json, to_json
+from streambp.planner.profile_cache import CountRequest, count_profile
 from streambp.planner.report import default_table, plan_table
 from streambp.planner.skeleton import Skeleton
-from streambp.planner.survey import STREAMED, UNPATCHED_RECIPE
-from streambp.rates import DEFAULT, DEVICES
+from streambp.planner.survey import STREAMED_RECIPES, UNPATCHED_RECIPE
+from streambp.rates import DEFAULT_DEVICE, DEVICES
 from tests.families import build
 from tests.tiers import thinned
 
 GIB = 2**30
-RATES = DEVICES[DEFAULT]
+RATES = DEVICES[DEFAULT_DEVICE]
 
 
 def small():
@@ -55,8 +55,8 @@ def large():
 
 @functools.cache
 def profile_of(lora=None, rows=1, config=small):
-    return counted(
-        CountRequest(config(), lora=lora, batch_size=rows), (UNPATCHED_RECIPE, STREAMED[0])
+    return count_profile(
+        CountRequest(config(), lora=lora, batch_size=rows), (UNPATCHED_RECIPE, STREAMED_RECIPES[0])
     )
 
 
@@ -74,7 +74,7 @@ def of_a_patched_model(lora):
     chooser = model._streambp.saves_policy
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(free_memory, "free_memory", lambda device: 1.0)
-        chooser.begins(PLAN_DEVICE)
+        chooser.begin_forward(PLAN_DEVICE)
     for index, cost in chooser.figures.costs.items():  # a skeleton's layers are nowhere
         chooser.figures.costs[index] = cost._replace(device=PLAN_DEVICE)
     return chooser, list(model.parameters())
@@ -87,13 +87,13 @@ def test_the_row_is_what_a_patched_model_chooses(lora, present):
     chooser, parameters = of_a_patched_model(lora)
     gradients = sum(p.nbytes for p in parameters if p.requires_grad)
     for memory, tokens in ((4 * GIB, 4096), (4 * GIB, 16384), (6 * GIB, 32768), (3 * GIB, 32768)):
-        usable = min(0.95 * memory, memory - free_memory.LEFT)
+        usable = min(0.95 * memory, memory - free_memory.RESERVED_BYTES)
         free = usable - sum(p.nbytes for p in parameters) - present * gradients
         row = planned(tokens, memory, lora, accumulate=bool(present)).by_default
         chooser.free, chooser.present = lambda device, free=free: free, present
         size = chooser.size(1, tokens, PLAN_DEVICE)
-        fits, tensors_by_layer, _ = chooser.predicted(free, tokens, size, PLAN_DEVICE, tokens)
-        choice = Chosen(tokens, tokens, size, free, tensors_by_layer)
+        fits, tensors_by_layer, _ = chooser.predict(free, tokens, size, PLAN_DEVICE, tokens)
+        choice = SavesChoice(tokens, tokens, size, free, tensors_by_layer)
         ways.add(row.way)
         assert (row.chunk_size, row.fits) == (size, fits)
         assert {saved.name: (saved.layers, saved.bytes) for saved in row.saved} == {
@@ -107,14 +107,14 @@ def test_a_kept_graph_spares_what_the_tensors_in_its_place_would():
     """8B at 4,096 tokens on 80 GiB: one chunk that keeps its graph, not two that compute half of it
     again."""
     row = planned(4096, 80 * GIB, config=large).by_default
-    assert (row.way, row.chunk_size) == (KEPT_GRAPH, 4096)
+    assert (row.way, row.chunk_size) == (OUTCOME_KEPT_GRAPH, 4096)
     assert [(saved.name, saved.layers) for saved in row.saved] == [(GRAPH, 36)]
 
 
 def test_where_everything_fits_a_step_runs_unpatched(monkeypatch):
     monkeypatch.setattr(unpatched, "MAX_SHARE_OF_FREE_MEMORY", 0.8)
     plan = planned(1024, 80 * GIB)
-    assert plan.by_default.way == UNPATCHED
+    assert plan.by_default.way == OUTCOME_UNPATCHED
     assert plan.by_default.peak < 80 * GIB / 4
     table = plan_table(plan, modules=False)
     assert "1,024 tokens: streambp.patch(model)\n  chunks of 1,024, runs unpatched; peak" in table
@@ -134,20 +134,22 @@ def test_rows_of_a_batch_are_tokens():
     assert sum(s.bytes for s in four_rows.saved) == pytest.approx(
         sum(s.bytes for s in one_row.saved), rel=0.05
     )
-    assert four_rows.peak <= min(0.95 * 4 * GIB, 4 * GIB - free_memory.LEFT)
+    assert four_rows.peak <= min(0.95 * 4 * GIB, 4 * GIB - free_memory.RESERVED_BYTES)
 
 
 def test_other_rules_have_no_row():
     profile = profile_of()
     for setting in (Setting(gpus=2, zero=3), Setting(gpus=2, ulysses=2)):
-        assert default.by_default(profile, 4096, 3 * GIB, setting, RATES) is None
+        assert default_step.predict_default_step(profile, 4096, 3 * GIB, setting, RATES) is None
     unseen = dataclasses.replace(profile, saves=None)
-    assert default.by_default(unseen, 4096, 3 * GIB, Setting(), RATES) is None
+    assert default_step.predict_default_step(unseen, 4096, 3 * GIB, Setting(), RATES) is None
 
 
 @pytest.mark.full
 def test_a_cpu_has_no_row():
-    on_a_cpu = counted(CountRequest(small(), device="cpu"), (UNPATCHED_RECIPE, STREAMED[0]))
+    on_a_cpu = count_profile(
+        CountRequest(small(), device="cpu"), (UNPATCHED_RECIPE, STREAMED_RECIPES[0])
+    )
     assert plan_profile(on_a_cpu, 4096, Memory(4 * GIB), Setting(), RATES).by_default is None
 
 
@@ -156,10 +158,11 @@ def test_the_row_goes_through_json():
     assert profile.saves is not None
     restored = from_json(to_json(profile))
     rows = [
-        default.by_default(p, 16384, 3e9, Setting(optimizer=0), RATES) for p in (profile, restored)
+        default_step.predict_default_step(p, 16384, 3e9, Setting(optimizer=0), RATES)
+        for p in (profile, restored)
     ]
     assert rows[0] == rows[1] is not None
-    assert static(restored, Setting()) == static(profile, Setting())
+    assert bytes_between_steps(restored, Setting()) == bytes_between_steps(profile, Setting())
 
 
 @pytest.mark.parametrize("free_bytes", [3e8, 8e6])
@@ -168,7 +171,7 @@ def test_a_real_step_does_what_was_predicted(monkeypatch, free_bytes):
     name and byte by byte."""
     model = build("qwen3", dtype=torch.bfloat16, num_hidden_layers=3)
     monkeypatch.setattr(free_memory, "free_memory", lambda device: free_bytes)
-    monkeypatch.setattr(free_memory, "LEFT", 0)
+    monkeypatch.setattr(free_memory, "RESERVED_BYTES", 0)
     predicted, measured = compare_default(model, torch.randint(0, 50, (1, 2048)))
     assert (measured.way, measured.chunk_size, measured.fits) == (
         predicted.way,

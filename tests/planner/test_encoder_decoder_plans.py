@@ -21,10 +21,10 @@ from streambp.planner.plan import plan
 from streambp.planner.profile import flops, work
 from streambp.planner.report import plan_table
 from streambp.planner.skeleton import Skeleton
-from streambp.planner.survey import CHECKPOINTING, UNPATCHED_RECIPE, Counter, streamed
+from streambp.planner.survey import CHECKPOINTING_RECIPE, UNPATCHED_RECIPE, Counter, streamed_recipe
 from tests.planner import measured
 from tests.seeds import seed_torch
-from tests.versions import NOW
+from tests.versions import TRANSFORMERS_VERSION
 
 LAYERS = 3
 SIZES = {
@@ -47,10 +47,14 @@ CONFIGS = {
         encoder=GEMMA, decoder={**GEMMA, "cross_attention_hidden_size": 32}, vocab_size=64, dropout_rate=0.0
     ),
 }  # fmt: skip
-RECIPES = {"checkpointing": CHECKPOINTING, "streambp": streamed(), "saves": streamed(("attn_out",))}
+RECIPES = {
+    "checkpointing": CHECKPOINTING_RECIPE,
+    "streambp": streamed_recipe(),
+    "saves": streamed_recipe(("attn_out",)),
+}
 # Not in the table: T5Gemma's own attention under checkpointing, whose bytes are counted 7 % low.
-LOW = ("t5gemma", "checkpointing")
-FAST = (("bart", "streambp", 300), ("whisper", "saves", None), ("t5gemma", "streambp", None))
+UNDERESTIMATED_CASE = ("t5gemma", "checkpointing")
+FAST_CASES = (("bart", "streambp", 300), ("whisper", "saves", None), ("t5gemma", "streambp", None))
 
 
 def built(name):
@@ -63,12 +67,12 @@ def built(name):
     ("name", "recipe", "encoder_len"),
     [
         (name, recipe, encoder_len)
-        if (name, recipe, encoder_len) in FAST
+        if (name, recipe, encoder_len) in FAST_CASES
         else pytest.param(name, recipe, encoder_len, marks=pytest.mark.full)
         for name in CONFIGS
         for recipe in RECIPES
         for encoder_len in ((None,) if name == "whisper" else (None, 300))
-        if (name, recipe) != LOW
+        if (name, recipe) != UNDERESTIMATED_CASE
     ],
 )
 def test_live_bytes_are_predicted(name, recipe, encoder_len, monkeypatch):
@@ -77,7 +81,7 @@ def test_live_bytes_are_predicted(name, recipe, encoder_len, monkeypatch):
     try:
         predicted, real = measured.peaks(built(name), RECIPES[recipe], 1200, 400, encoder_len)
     except UnsupportedModelError as error:
-        if version.parse("5.23") > NOW and "softcap" in str(error):
+        if version.parse("5.23") > TRANSFORMERS_VERSION and "softcap" in str(error):
             pytest.skip("an older T5Gemma is refused: its cross-attention hands on a softcap")
         raise
     print(f"{name}, {recipe}, {encoder_len}: {100 * (predicted / real - 1):+.2f} %")
@@ -86,7 +90,7 @@ def test_live_bytes_are_predicted(name, recipe, encoder_len, monkeypatch):
 
 def surveyed(config, encoder_len=None, at=(4096, 1024)):
     skeleton = Skeleton(config, torch.bfloat16, None, 16, "cuda", encoder_len=encoder_len)
-    recipes = (UNPATCHED_RECIPE, streamed())
+    recipes = (UNPATCHED_RECIPE, streamed_recipe())
     return survey.survey(skeleton, recipes, at=at, accumulating=False, tree=False)
 
 
@@ -124,8 +128,8 @@ def counted_products(encoder_len, at):
     """Products of forward and of the encoder in one counted step."""
     skeleton = Skeleton(CONFIGS["bart"], torch.bfloat16, None, 16, "cuda", encoder_len=encoder_len)
     counter = Counter(skeleton, skeleton.reduce(), 1, None)
-    counter.fused(streamed())  # tests the layers
-    steps = counter.count(streamed(), at, accumulate=False)
+    counter.uses_fused_kernel(streamed_recipe())  # tests the layers
+    steps = counter.count(streamed_recipe(), at, accumulate=False)
     works = survey.unroll(steps[0], counter.shrunk_model)[2]
     return {name: works[name].products for name in ("embedding", "forward", "backward")}
 
@@ -142,7 +146,9 @@ def test_products_at_another_length_are_those_of_a_counted_step(encoder_len):
 
 @pytest.mark.full
 def test_the_mutant_that_forgets_keys_of_each_chunk_is_noticed(monkeypatch):
-    monkeypatch.setattr(laws, "CHUNKS_AND_ENCODER", {"same": ("tokens",), "fixed": ("tokens",)})
+    monkeypatch.setattr(
+        laws, "CHUNKED_ENCODER_FEATURES", {"same": ("tokens",), "fixed": ("tokens",)}
+    )
     with pytest.raises(AssertionError):
         test_products_at_another_length_are_those_of_a_counted_step(None)
 

@@ -22,16 +22,25 @@ from streambp.planner import profile as module
 from streambp.planner.compose import unroll
 from streambp.planner.configuration import read_config
 from streambp.planner.count import StepCount, aten
-from streambp.planner.estimate import UNPATCHED
+from streambp.planner.estimate import BASELINES
 from streambp.planner.laws import Law, fit_bytes
-from streambp.planner.profile import Group, Method, Node, Phase, Profile, from_json, to_json, work
+from streambp.planner.profile import (
+    Method,
+    Node,
+    ParameterGroup,
+    Phase,
+    Profile,
+    from_json,
+    to_json,
+    work,
+)
 from streambp.planner.skeleton import Skeleton
 from streambp.planner.survey import (
-    CHECKPOINTING,
-    STREAMED,
+    CHECKPOINTING_RECIPE,
+    STREAMED_RECIPES,
     Counter,
     parameter_groups,
-    streamed,
+    streamed_recipe,
     survey,
 )
 from tests import zoo
@@ -39,18 +48,18 @@ from tests.families import build
 from tests.model import test_families
 from tests.planner.laws import made_work
 from tests.planner.megatron import Parallelism, static_bytes
-from tests.versions import ROUTING_LOOKED_AT
+from tests.versions import ROUTING_VERSIONS
 
 GIB = 2**30
 QWEN3_8B = Qwen3Config(
     hidden_size=4096, intermediate_size=12288, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
     num_hidden_layers=36, vocab_size=151936,
 )  # fmt: skip
-SMALL = Qwen3Config(
+SMALL_CONFIG = Qwen3Config(
     hidden_size=128, intermediate_size=384, num_attention_heads=4, num_key_value_heads=2, head_dim=32, num_hidden_layers=3,
     vocab_size=1000,
 )  # fmt: skip
-DEEP = Qwen3Config(**{**SMALL.to_dict(), "num_hidden_layers": 7, "layer_types": None})
+DEEP_CONFIG = Qwen3Config(**{**SMALL_CONFIG.to_dict(), "num_hidden_layers": 7, "layer_types": None})
 # Allocator peaks of forward and backward on one H200, bf16, batch 1, gradients None at the start
 # (DESIGN.md section 6).
 MEASURED = {
@@ -73,7 +82,7 @@ MEGATRON = [
 
 def test_peaks_on_an_h200_within_five_percent():
     skeleton = Skeleton(QWEN3_8B, torch.bfloat16, None, 16, "cuda")
-    profile = survey(skeleton, UNPATCHED[1:], tree=False)
+    profile = survey(skeleton, BASELINES[1:], tree=False)
     for (name, length), measured in MEASURED.items():
         predicted = peak(profile, profile.method(name), length, 0, Setting(optimizer=0)).total / GIB
         ratio = (predicted - WEIGHTS) / (measured - WEIGHTS)
@@ -101,13 +110,13 @@ def test_static_memory_equals_megatrons_estimates():
 @functools.cache
 def quick_small(lora=None, bits=16):
     """Once for all tests that ask for nothing else."""
-    return quick(SMALL, lora, bits)
+    return quick(SMALL_CONFIG, lora, bits)
 
 
 def quick(source, lora=None, bits=16):
     """The profile of a streamed step."""
     skeleton = Skeleton(source, torch.bfloat16, lora, bits, "cuda")
-    return survey(skeleton, [streamed()], at=(512, 256), accumulating=False, tree=False)
+    return survey(skeleton, [streamed_recipe()], at=(512, 256), accumulating=False, tree=False)
 
 
 def made_up(**changes):
@@ -116,7 +125,10 @@ def made_up(**changes):
     method = Method(
         "streambp", (), "none", False, True, phases, phases[:1], Law(7, 2), made_work(3, 0.5)
     )
-    groups = (Group("dense", 100, 200, 100, 200), Group("expert", 400, 800, 400, 800))
+    groups = (
+        ParameterGroup("dense", 100, 200, 100, 200),
+        ParameterGroup("expert", 400, 800, 400, 800),
+    )
     profile = Profile(
         "made up", "bfloat16", 1, 1, groups, 50, (method,), Node("", "M", 1, 500, 0.0)
     )
@@ -142,7 +154,7 @@ def check_peak_by_hand():
 
 def check_static_by_hand():
     profile = made_up()
-    static = module.static
+    static = module.bytes_between_steps
     assert static(profile, Setting(gpus=4)).optimizer == 6000
     assert static(profile, Setting(gpus=4, zero=1)).optimizer == 1500
     assert static(profile, Setting(gpus=4, zero=2)).gradients == 250
@@ -178,8 +190,8 @@ def test_sequence_parallelism_divides_the_tokens():
 @pytest.mark.full
 def test_json_gives_the_same_peaks():
     profile = survey(
-        Skeleton(SMALL, torch.bfloat16, None, 16, "cuda"),
-        [streamed(("attn_out",), "cpu")],
+        Skeleton(SMALL_CONFIG, torch.bfloat16, None, 16, "cuda"),
+        [streamed_recipe(("attn_out",), "cpu")],
         at=(512, 256),
     )
     restored = from_json(json.loads(json.dumps(to_json(profile))))
@@ -193,17 +205,17 @@ def test_json_gives_the_same_peaks():
 @pytest.mark.full
 @pytest.mark.parametrize(
     "recipe",
-    [STREAMED[4], pytest.param(STREAMED[0], marks=pytest.mark.full)],
+    [STREAMED_RECIPES[4], pytest.param(STREAMED_RECIPES[0], marks=pytest.mark.full)],
     ids=lambda recipe: recipe.name,
 )
 def test_lines_hold_at_other_lengths(recipe):
     """Lines are counted at 32k and 40k tokens; here they meet a count at 96k in other chunks."""
     point = (98304, 6144)
-    skeleton = Skeleton(DEEP, torch.bfloat16, None, 16, "cuda")
+    skeleton = Skeleton(DEEP_CONFIG, torch.bfloat16, None, 16, "cuda")
     profile = survey(skeleton, [recipe], tree=False, accumulating=False)
     counter = Counter(skeleton, skeleton.reduce(), 1, "cudnn")
-    counter.shrunk_model = Skeleton(DEEP, torch.bfloat16, None, 16, "cuda").reduce()
-    counter.fused(recipe)  # the layers' trials, which a later step has behind it
+    counter.shrunk_model = Skeleton(DEEP_CONFIG, torch.bfloat16, None, 16, "cuda").reduce()
+    counter.uses_fused_kernel(recipe)  # the layers' trials, which a later step has behind it
     (spans,) = counter.count(recipe, point, accumulate=False)
     counted, host, counted_works, _ = unroll(spans, counter.shrunk_model)
     method = profile.methods[0]
@@ -228,7 +240,7 @@ def test_lines_hold_at_other_lengths(recipe):
 def test_flops_are_those_of_the_formula():
     """A Linear does 2 x parameters FLOPs a token forward and twice that backward; without
     checkpointing nothing twice."""
-    counted = estimate(SMALL, 512)
+    counted = estimate(SMALL_CONFIG, 512)
     method = counted.profile.method("plain")
     layers = 3 * (128 * (4 + 2 + 2) * 32 + 4 * 32 * 128 + 3 * 128 * 384)
     parts = work(method, 512, 0).values()
@@ -245,13 +257,15 @@ def test_flops_are_those_of_the_formula():
 
 @pytest.mark.full
 def test_every_source_gives_the_same_numbers(tmp_path):
-    SMALL.save_pretrained(tmp_path)
+    SMALL_CONFIG.save_pretrained(tmp_path)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(SMALL, dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(SMALL_CONFIG, dtype=torch.bfloat16)
     assert all(quick(source) == quick_small() for source in (str(tmp_path), model))
     for source in (str(tmp_path / "config.json"), AutoConfig.from_pretrained(tmp_path)):
         fields = read_config(source).to_dict()
-        assert {name for name, value in SMALL.to_dict().items() if fields[name] != value} <= {
+        assert {
+            name for name, value in SMALL_CONFIG.to_dict().items() if fields[name] != value
+        } <= {
             "_name_or_path",
             "architectures",
             "dtype",
@@ -302,8 +316,10 @@ def test_a_quantised_base_is_small(bits, size):
 
 
 def test_tied_weights_count_once():
-    tied = Qwen3Config(**{**SMALL.to_dict(), "tie_word_embeddings": True})
-    untied = parameter_groups(Skeleton(SMALL, torch.bfloat16, None, 16, "cuda").model)[0].parameters
+    tied = Qwen3Config(**{**SMALL_CONFIG.to_dict(), "tie_word_embeddings": True})
+    untied = parameter_groups(Skeleton(SMALL_CONFIG, torch.bfloat16, None, 16, "cuda").model)[
+        0
+    ].parameters
     assert (
         parameter_groups(Skeleton(tied, torch.bfloat16, None, 16, "cuda").model)[0].parameters
         == untied - 128000
@@ -311,7 +327,7 @@ def test_tied_weights_count_once():
 
 
 def test_the_tree_adds_up():
-    profile = estimate(DEEP, 512).profile
+    profile = estimate(DEEP_CONFIG, 512).profile
     assert profile.tree.parameters == sum(group.parameters for group in profile.groups)
     layers = next(node for node in profile.tree.children[0].children if node.name == "layers")
     assert [(node.count, node.kind) for node in layers.children] == [(7, "Qwen3DecoderLayer")]
@@ -358,20 +374,22 @@ def test_a_fourth_point_tells_chunks_from_their_size():
 def test_a_method_that_cannot_be_counted_is_named(monkeypatch):
     """Unpatched methods are left out with the reason; a streamed step that cannot be counted
     raises."""
-    skeleton = Skeleton(SMALL, torch.bfloat16, None, 16, "cuda")
+    skeleton = Skeleton(SMALL_CONFIG, torch.bfloat16, None, 16, "cuda")
     with monkeypatch.context() as patched:
         patched.setattr(
             type(skeleton.language_model), "gradient_checkpointing_enable", lambda *_: 1 / 0
         )
-        profile = survey(skeleton, [CHECKPOINTING, streamed()], at=(64, 32), accumulating=False)
+        profile = survey(
+            skeleton, [CHECKPOINTING_RECIPE, streamed_recipe()], at=(64, 32), accumulating=False
+        )
     assert profile.left_out == ("checkpointing (ZeroDivisionError: division by zero)",)
     assert [method.name for method in profile.methods] == ["streambp"]
-    skeleton = Skeleton(SMALL, torch.bfloat16, None, 16, "cuda")
+    skeleton = Skeleton(SMALL_CONFIG, torch.bfloat16, None, 16, "cuda")
     monkeypatch.setattr(
         type(skeleton.language_model.model.layers[0].mlp), "forward", lambda self, x: x.nonzero()
     )
     with pytest.raises(streambp.StreamBPError, match="could not be counted without data"):
-        survey(skeleton, [streamed()], at=(64, 32))
+        survey(skeleton, [streamed_recipe()], at=(64, 32))
 
 
 @pytest.mark.fast("jetmoe")
@@ -379,25 +397,25 @@ def test_a_method_that_cannot_be_counted_is_named(monkeypatch):
     "family",
     [
         name if name in ("xlstm", "jetmoe") else pytest.param(name, marks=pytest.mark.full)
-        for name in sorted(test_families.STREAMED)
+        for name in sorted(test_families.STREAMED_FAMILIES)
     ],
 )
 def test_every_family_that_streams_can_be_counted(family):
     dtype = torch.float32 if family in NOT_IN_HALF else torch.bfloat16
     skeleton = Skeleton(zoo.tiny_config(family), dtype, None, 16, "cuda")
     skeleton.language_model.config._experts_implementation = "grouped_mm"
-    if family in ROUTING_LOOKED_AT:
+    if family in ROUTING_VERSIONS:
         with pytest.raises(streambp.StreamBPError, match="could not be counted without data"):
-            survey(skeleton, [streamed()], at=(64, 32), accumulating=False, tree=False)
+            survey(skeleton, [streamed_recipe()], at=(64, 32), accumulating=False, tree=False)
         return
-    profile = survey(skeleton, [streamed()], at=(64, 32), accumulating=False, tree=False)
+    profile = survey(skeleton, [streamed_recipe()], at=(64, 32), accumulating=False, tree=False)
     assert peak(profile, profile.methods[0], 64, 32, Setting()).activations > 0
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ((SMALL, 0), "seq_len is 0"),
+        ((SMALL_CONFIG, 0), "seq_len is 0"),
         (("no/such/model/here", 64), "No model configuration"),
         ((torch.nn.Linear(2, 2), 64), "cannot be streamed"),
     ],
@@ -428,4 +446,4 @@ def test_weights_that_zero_has_divided_are_counted_whole():
 def test_wrong_bits_are_named():
     pytest.importorskip("peft", reason="peft is not installed")
     with pytest.raises(streambp.StreamBPError, match="bits is 3"):
-        estimate(SMALL, 64, lora=8, bits=3)
+        estimate(SMALL_CONFIG, 64, lora=8, bits=3)

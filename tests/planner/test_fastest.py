@@ -16,25 +16,25 @@ import pytest
 
 from streambp import cli
 from streambp.planner import Memory, Setting
-from streambp.planner.counted import CountRequest
-from streambp.planner.default import ByDefault
+from streambp.planner.default_step import DefaultStep
 from streambp.planner.laws import Law
 from streambp.planner.plan import plan_profile
-from streambp.planner.profile import Group, Method, Phase
+from streambp.planner.profile import Method, ParameterGroup, Phase
+from streambp.planner.profile_cache import CountRequest
 from streambp.planner.report import plan_table, remedies_table
 from streambp.planner.suggestions import (
-    MOST_GPUS,
+    MAX_GPUS,
     Training,
-    faster,
+    faster_changes,
     remedies,
+    replace_options,
     seconds_of,
     settings_of,
-    with_options,
 )
-from streambp.planner.survey import STREAMED, survey
+from streambp.planner.survey import STREAMED_RECIPES, survey
 from streambp.rates import DEVICES
 from tests.planner.laws import made_work
-from tests.planner.released import COLUMNS, MOST_SECONDS, RELEASED
+from tests.planner.released import COLUMNS, MOST_SECONDS, RELEASED_CONFIGS
 from tests.planner.test_estimates import made_up
 from tests.planner.test_weights_on_host import SIZE, SIZES, small_profile
 
@@ -79,13 +79,13 @@ def check_weights_move_for_speed():
 
 def test_weights_move_to_the_host_where_that_is_faster():
     plan = check_weights_move_for_speed()
-    assert not list(faster(plan, LORA, lambda how: two_speeds()))
+    assert not list(faster_changes(plan, LORA, lambda how: two_speeds()))
     longer = {row.method: row.seq_len for row in plan.longest}
     assert plan.seq_len <= longer["large and fast"] < longer["small and slow"]
 
 
 def test_weights_that_stay_are_seen(monkeypatch):
-    monkeypatch.setattr(planning, "with_weights_on_host", lambda profile, setting: None)
+    monkeypatch.setattr(planning, "put_weights_on_host", lambda profile, setting: None)
     with pytest.raises(AssertionError):
         check_weights_move_for_speed()
 
@@ -110,7 +110,7 @@ def with_default(share):
     """A plan, and a default step that takes `share` of the choice's seconds."""
     plan = plan_profile(two_speeds(), 1000, Memory(90 * MILLION, None, 0.0), Setting())
     spent = share * plan.choice.seconds.total
-    default = ByDefault("streamed", 512, True, (), 3.0 * GIB, spent)
+    default = DefaultStep("streamed", 512, True, (), 3.0 * GIB, spent)
     return dataclasses.replace(plan, by_default=default)
 
 
@@ -153,7 +153,7 @@ def check_four_bits_are_named():
     """Where memory binds, and a quarter of the weights' bytes makes room for the fast method."""
     memory = Memory(14 * MILLION, None, 0.0)
     plan = plan_profile(two_speeds(), 1000, memory, Setting(optimizer=0), slow_link())
-    suggestions = list(faster(plan, LORA, four_bits))
+    suggestions = list(faster_changes(plan, LORA, four_bits))
     assert [remedy.options for remedy in suggestions] == [("--lora", "16", "--bits", "4")]
     table = "\n".join(remedies_table(plan, suggestions, ["streambp plan again"]))
     assert "Faster:\n  LoRA of rank 16 on 4-bit weights: 1,000 tokens" in table
@@ -163,11 +163,11 @@ def test_four_bits_are_named_where_memory_binds():
     check_four_bits_are_named()
     plenty = Memory(900 * MILLION, None, 0.0)
     plan = plan_profile(two_speeds(), 1000, plenty, Setting(), slow_link())
-    assert not list(faster(plan, LORA, pytest.fail))
+    assert not list(faster_changes(plan, LORA, pytest.fail))
 
 
 def test_an_option_that_is_not_named_is_seen(monkeypatch):
-    monkeypatch.setattr(suggesting, "SLOWER", 0.9)
+    monkeypatch.setattr(suggesting, "ALLOWED_SLOWDOWN", 0.9)
     with pytest.raises(AssertionError):
         check_four_bits_are_named()
 
@@ -180,12 +180,12 @@ def check_four_bits_where_plenty_is_slow(monkeypatch):
     )
 
     def planned(profile, length, memory, *arguments):
-        if memory.gpu == suggesting.PLENTY:
+        if memory.gpu == suggesting.UNLIMITED_BYTES:
             return plan
         return real(profile, length, memory, *arguments)
 
     monkeypatch.setattr(suggesting, "plan_profile", planned)
-    suggestions = list(faster(plan, LORA, four_bits))
+    suggestions = list(faster_changes(plan, LORA, four_bits))
     assert [remedy.options for remedy in suggestions] == [("--lora", "16", "--bits", "4")]
 
 
@@ -195,7 +195,7 @@ def test_more_memory_may_help_less_than_some(monkeypatch):
 
 def test_a_bound_from_plenty_alone_is_seen(monkeypatch):
     def min_seconds(plan):
-        plenty = dataclasses.replace(plan.memory, gpu=suggesting.PLENTY, host=None)
+        plenty = dataclasses.replace(plan.memory, gpu=suggesting.UNLIMITED_BYTES, host=None)
         return seconds_of(suggesting.plan_profile(plan.profile, 1000, plenty, plan.setting))
 
     monkeypatch.setattr(suggesting, "_min_seconds", min_seconds)
@@ -205,7 +205,7 @@ def test_a_bound_from_plenty_alone_is_seen(monkeypatch):
 
 def trained_layers():
     """Ten layers of a million bytes each, all of them trained."""
-    group = Group("dense", 5_500_000, 11 * SIZE, 5_500_000, 11 * SIZE)
+    group = ParameterGroup("dense", 5_500_000, 11 * SIZE, 5_500_000, 11 * SIZE)
     return made_up(groups=(group,), methods=(method("streamed", 8, 3e9),), trained=SIZES,
                    frozen=(0,) * len(SIZES))  # fmt: skip
 
@@ -224,7 +224,7 @@ def test_full_training_is_told_of_weights_on_the_host():
 def test_no_remedy_has_more_gpus_than_a_node():
     plan = plan_profile(trained_layers(), 1000, Memory(3 * MILLION, None, 0.0), Setting())
     for remedy in remedies(plan, 1000, Training(), lambda how: trained_layers()):
-        assert remedy.plan.setting.gpus <= MOST_GPUS
+        assert remedy.plan.setting.gpus <= MAX_GPUS
     roomy = plan_profile(trained_layers(), 1000, Memory(30 * MILLION, None, 0.0), Setting())
     suggestions = remedies(roomy, 1000, Training(), lambda how: trained_layers())
     wider = [
@@ -245,15 +245,15 @@ def test_a_model_that_takes_no_adapters_has_other_remedies():
 
 @functools.cache
 def counted_profile(name, training):
-    request = CountRequest(RELEASED[name](), lora=training.lora, bits=training.bits)
-    return survey(request.skeleton(), STREAMED, accumulating=False, tree=False)
+    request = CountRequest(RELEASED_CONFIGS[name](), lora=training.lora, bits=training.bits)
+    return survey(request.skeleton(), STREAMED_RECIPES, accumulating=False, tree=False)
 
 
 def replanned(remedy, memory, training, length, count):
     """The plan of the printed command, read by the command line's own parser."""
     arguments = ["plan", "MODEL", "--seq-len", str(length), "--gpu-memory", str(memory.gpu)]
     arguments += ["--host-memory", str(memory.host)]
-    read = cli.parse(with_options([*arguments, *training.options], remedy.options))
+    read = cli.parse(replace_options([*arguments, *training.options], remedy.options))
     setting = Setting(
         gpus=read.gpus or 1, zero=read.zero, weights=read.weights,
         optimizer_on_host=read.optimizer_on_host,
@@ -273,7 +273,7 @@ def check_cell(name, memory, training, length, count=None):
         for remedy in suggestions:
             assert replanned(remedy, memory, training, length, count).choice == remedy.plan.choice
         return False
-    suggestions = list(faster(plan, training, count))
+    suggestions = list(faster_changes(plan, training, count))
     best = min(map(seconds_of, (plan, *(remedy.plan for remedy in suggestions))))
     trainings = [training, *(how for how in training.smaller() if training.lora is not None)]
     for how in trainings:
@@ -293,7 +293,7 @@ def check_cell(name, memory, training, length, count=None):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", RELEASED)
+@pytest.mark.parametrize("name", RELEASED_CONFIGS)
 def test_plans_of_released_models(name):
     """27 plans of each: three cards, three trainings and three lengths."""
     fitting = 0
@@ -311,7 +311,7 @@ def check_rows(rows):
     trainings = Counter((row["model"], row["training"]) for row in rows)
     assert set(trainings.values()) == {len(CARDS) * len(LENGTHS)}
     for row in rows:
-        assert row["model"] in RELEASED
+        assert row["model"] in RELEASED_CONFIGS
         assert row["check"] == "passes", row
         assert float(row["first_count_s"]) <= MOST_SECONDS, row
 

@@ -18,7 +18,7 @@ import streambp.planner.survey as module
 from streambp.planner.compose import fit, unroll
 from streambp.planner.laws import features, fit_bytes
 from streambp.planner.skeleton import Skeleton
-from streambp.planner.survey import CHECKPOINTING, STREAMED, Counter, survey
+from streambp.planner.survey import CHECKPOINTING_RECIPE, STREAMED_RECIPES, Counter, survey
 
 SHAPE = {
     "hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
@@ -47,7 +47,7 @@ def with_many_chunks(config, recipe):
     skeleton = Skeleton(config, torch.bfloat16, None, 16, "cuda")
     counter = Counter(skeleton, skeleton.reduce(), 1, "cudnn")
     length, chunk, small = (LENGTH, CHUNK, SMALL_CHUNK)
-    if not counter.fused(recipe):
+    if not counter.uses_fused_kernel(recipe):
         length, chunk, small = TILED_LENGTH, TILED_CHUNK, TILED_CHUNK // 2
     points = [(length, 0), (length + chunk, 0)]
     if recipe.config is not None:
@@ -82,7 +82,7 @@ def check(name, recipes):
     assert numbers > 60
 
 
-QUICK, ALL = (STREAMED[0], STREAMED[4]), (CHECKPOINTING, *STREAMED)
+QUICK, ALL = (STREAMED_RECIPES[0], STREAMED_RECIPES[4]), (CHECKPOINTING_RECIPE, *STREAMED_RECIPES)
 
 
 @pytest.mark.full
@@ -110,11 +110,13 @@ def test_two_chunks_are_too_few(monkeypatch):
         check("qwen3", QUICK)
 
 
-@pytest.mark.parametrize("recipe", [STREAMED[1], STREAMED[5]], ids=lambda recipe: recipe.name)
+@pytest.mark.parametrize(
+    "recipe", [STREAMED_RECIPES[1], STREAMED_RECIPES[5]], ids=lambda recipe: recipe.name
+)
 def test_a_step_is_counted_without_the_trials_that_the_first_one_makes(recipe):
     skeleton = Skeleton(configs()["qwen3"], torch.bfloat16, None, 16, "cuda")
     counter = Counter(skeleton, skeleton.reduce(), 1, "cudnn")
-    assert counter.fused(recipe)
+    assert counter.uses_fused_kernel(recipe)
     first, second = counter.count(recipe, (2048, 512))
     for first_span, second_span in zip(first, second, strict=True):
         if first_span.layer is not None:
@@ -124,9 +126,9 @@ def test_a_step_is_counted_without_the_trials_that_the_first_one_makes(recipe):
             ), first_span
 
 
-@pytest.mark.parametrize("number", [0, 1, 2], ids=lambda number: STREAMED[number].name)
+@pytest.mark.parametrize("number", [0, 1, 2], ids=lambda number: STREAMED_RECIPES[number].name)
 def test_what_leaves_for_the_host_moves_as_much_more_at_any_length(number):
-    recipes = STREAMED[number], STREAMED[number + 3]
+    recipes = STREAMED_RECIPES[number], STREAMED_RECIPES[number + 3]
     assert recipes[0].config.saves == recipes[1].config.saves
     resident, offloaded = survey(
         Skeleton(configs()["qwen3"], torch.bfloat16, None, 16, "cuda"),
@@ -136,7 +138,7 @@ def test_what_leaves_for_the_host_moves_as_much_more_at_any_length(number):
     ).methods
     skeleton = Skeleton(configs()["qwen3"], torch.bfloat16, None, 16, "cuda")
     counter = Counter(skeleton, skeleton.reduce(), 1, "cudnn")
-    counter.fused(recipes[0])
+    counter.uses_fused_kernel(recipes[0])
     point = 2 * LENGTH, CHUNK
     counted = [
         unroll(counter.count(recipe, point, accumulate=False)[0], counter.shrunk_model)[2]

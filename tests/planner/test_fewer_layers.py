@@ -13,7 +13,7 @@ import torch
 
 import streambp
 from streambp.errors import UnsupportedModelError
-from streambp.planner.layer_costs import seen_costs
+from streambp.planner.layer_costs import observed_layer_costs
 from streambp.planner.skeleton import ShrunkModel, Skeleton
 from streambp.planner.survey import SurveyRecipe, survey
 from tests import zoo
@@ -47,7 +47,7 @@ def counted(model, fewer):
 
     method = survey(skeleton(), [RECIPE], tree=False).methods[0]
     depth = len(skeleton().reduce().kinds)
-    return method, seen_costs(skeleton(), streambp.StreamConfig(), range(depth))
+    return method, observed_layer_costs(skeleton(), streambp.StreamConfig(), range(depth))
 
 
 def check(family, lora):
@@ -59,19 +59,19 @@ def check(family, lora):
     return Skeleton(model, torch.bfloat16, None, 16, "cuda", fewer=True)
 
 
-FAST = (("qwen3", False), ("qwen3", True), ("qwen3_moe", True))
+FAST_CASES = (("qwen3", False), ("qwen3", True), ("qwen3_moe", True))
 
 
 @pytest.mark.parametrize(
     ("family", "lora"),
-    thinned(itertools.product(FAMILIES, (False, True)), lambda *case: case in FAST),
+    thinned(itertools.product(FAMILIES, (False, True)), lambda *case: case in FAST_CASES),
 )
 def test_what_is_counted_is_the_same(family, lora):
     shrunk_model = check(family, lora).reduce()
     assert len(shrunk_model.layer_indices) < len(shrunk_model.kinds)
 
 
-class Stays:
+class NotCopyable:
     """Must not be copied."""
 
     def __deepcopy__(self, memo):
@@ -85,7 +85,7 @@ def test_the_others_are_not_copied():
     )
     for index, layer in enumerate(model.model.layers):
         if index not in layer_indices:
-            layer.stays = Stays()
+            layer.stays = NotCopyable()
     with pytest.raises(AssertionError, match="copied"):
         Skeleton(model, torch.bfloat16, None, 16, "cuda")
     Skeleton(model, torch.bfloat16, None, 16, "cuda", fewer=True)

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from streambp.errors import StreamBPError
-from streambp.planner.counted import CountRequest, counted
 from streambp.planner.kernels import no_launches
-from streambp.planner.survey import CHECKPOINTING, streamed
+from streambp.planner.profile_cache import CountRequest, count_profile
+from streambp.planner.survey import CHECKPOINTING_RECIPE, streamed_recipe
 from tests.families import build
 from tests.liger_stand_in import bind, stand_in, write_module
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
-LAUNCHED = "doubled cannot be launched on tensors without data"
+LAUNCH_ERROR = "doubled cannot be launched on tensors without data"
 
 
 @triton.jit
@@ -26,7 +26,9 @@ def doubled(x):  # nothing compiles it
 
 
 def profile(model, kernels):
-    return counted(CountRequest(model, kernels=kernels), [CHECKPOINTING, streamed(("attn_out",))])
+    return count_profile(
+        CountRequest(model, kernels=kernels), [CHECKPOINTING_RECIPE, streamed_recipe(("attn_out",))]
+    )
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])
@@ -54,7 +56,7 @@ def test_an_unknown_kernel_is_named_and_not_launched():
         kernel=doubled,
     )
     bind(model.model.norm, hub.forward)
-    with pytest.raises(StreamBPError, match=LAUNCHED):
+    with pytest.raises(StreamBPError, match=LAUNCH_ERROR):
         profile(model, "own")
 
 
@@ -66,7 +68,7 @@ def test_kernels_are_launched_on_tensors_with_data(monkeypatch):
     x = torch.randn(3)
     with no_launches():
         doubled[(1,)](x)
-        with pytest.raises(StreamBPError, match=LAUNCHED):
+        with pytest.raises(StreamBPError, match=LAUNCH_ERROR):
             doubled[(1,)](x.to("meta"))
     doubled[(1,)](x.to("meta"))  # not ours to refuse
     assert [args[0].device.type for args in launched] == ["cpu", "meta"]

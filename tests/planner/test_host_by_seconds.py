@@ -1,7 +1,7 @@
 """`patch(model)` uses the host where that is faster. With as many bytes of the host as a plan uses,
 it is not slower than what the plan prints. [Note: host by seconds]
 
-covers: offload/moving.py, offload/policy.py, planner/default.py, planner/report.py
+covers: offload/host_choice.py, offload/policy.py, planner/default_step.py, planner/report.py
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import sys
 
 import pytest
 
-from streambp.offload import moving
-from streambp.offload.free_memory import DEFAULT_HOST_PART, HOST_PART
-from streambp.planner.counted import CountRequest, counted
+from streambp.offload import host_choice
+from streambp.offload.free_memory import DEFAULT_HOST_FRACTION, USABLE_HOST_FRACTION
 from streambp.planner.plan import Memory, plan_profile
 from streambp.planner.profile import Setting
+from streambp.planner.profile_cache import CountRequest, count_profile
 from streambp.planner.report import plan_table
-from streambp.planner.survey import STREAMED, UNPATCHED_RECIPE, streamed
+from streambp.planner.survey import STREAMED_RECIPES, UNPATCHED_RECIPE, streamed_recipe
 from streambp.rates import DEVICES
-from tests.planner.released import RELEASED
+from tests.planner.released import RELEASED_CONFIGS
 from tests.planner.test_default_row import small
 
 GIB = 2**30
@@ -31,21 +31,21 @@ RATES = DEVICES["H100"]
 KINDS = {"full": (None, 16), "LoRA": (16, 16), "QLoRA": (16, 4)}
 LENGTHS = (16_384, 65_536, 131_072)
 GPUS = (24, 48, 80)
-AS_FAST = 1.005  # 1.00 x, in two digits
-WITH_HALF = 1.10  # of the plan's seconds, where the plan uses nine tenths of the host
+EQUAL_SPEED_RATIO = 1.005  # 1.00 x, in two digits
+HALF_MEMORY_RATIO = 1.10  # of the plan's seconds, where the plan uses nine tenths of the host
 LORA_131K = 45.0  # seconds, on 79 GiB, with LoRA's Linears as one operation
 
 
 @functools.cache
 def small_profile():
-    return counted(CountRequest(small()), (STREAMED[0], streamed((), "cpu")))
+    return count_profile(CountRequest(small()), (STREAMED_RECIPES[0], streamed_recipe((), "cpu")))
 
 
 @functools.cache
 def profile_of(kind):
     lora, bits = KINDS[kind]
-    request = CountRequest(RELEASED["Qwen3-8B"](), lora=lora, bits=bits, with_liger=True)
-    return counted(request, (UNPATCHED_RECIPE, *STREAMED))
+    request = CountRequest(RELEASED_CONFIGS["Qwen3-8B"](), lora=lora, bits=bits, with_liger=True)
+    return count_profile(request, (UNPATCHED_RECIPE, *STREAMED_RECIPES))
 
 
 def planned(profile, tokens, gpu, host=HOST):
@@ -64,13 +64,13 @@ def is_as_fast(plan):
     default = plan.by_default
     printed = printed_seconds(plan)
     assert default.fits or math.isinf(printed)
-    assert math.isinf(printed) or default.seconds <= AS_FAST * printed
+    assert math.isinf(printed) or default.seconds <= EQUAL_SPEED_RATIO * printed
 
 
 @pytest.fixture
 def as_much_as_the_plan(monkeypatch):
     """Let the default use nine tenths of the host, as `host_memory` can allow."""
-    monkeypatch.setattr(planning(), "DEFAULT_HOST_PART", HOST_PART)
+    monkeypatch.setattr(planning(), "DEFAULT_HOST_FRACTION", USABLE_HOST_FRACTION)
 
 
 def planning():
@@ -88,7 +88,7 @@ def test_the_default_is_as_fast_as_the_plan(as_much_as_the_plan, monkeypatch):
     for kind, tokens, gpu in itertools.product(KINDS, LENGTHS, GPUS):
         with_much = planned(profile_of(kind), tokens, gpu * GIB)
         with monkeypatch.context() as patch:
-            patch.setattr(planning(), "DEFAULT_HOST_PART", DEFAULT_HOST_PART)
+            patch.setattr(planning(), "DEFAULT_HOST_FRACTION", DEFAULT_HOST_FRACTION)
             with_half = planned(profile_of(kind), tokens, gpu * GIB).by_default
         default = with_much.by_default
         print(
@@ -103,9 +103,9 @@ def test_the_default_is_as_fast_as_the_plan(as_much_as_the_plan, monkeypatch):
     assert at_131k.seconds <= LORA_131K
     for with_much, with_half in rows:
         is_as_fast(with_much)
-        assert with_half.leaving <= DEFAULT_HOST_PART * HOST
+        assert with_half.leaving <= DEFAULT_HOST_FRACTION * HOST
         if with_half.fits:
-            assert with_half.seconds <= WITH_HALF * printed_seconds(with_much)
+            assert with_half.seconds <= HALF_MEMORY_RATIO * printed_seconds(with_much)
 
 
 def test_half_of_the_host_is_used_by_default():
@@ -144,22 +144,22 @@ def test_a_chunk_of_all_tokens_saves_no_keys_on_the_host():
 
 
 def without_the_host(patch):
-    real = planning().by_default
-    patch.setattr(planning(), "by_default", lambda *arguments: real(*arguments[:-1], 0.0))
+    real = planning().predict_default_step
+    patch.setattr(planning(), "predict_default_step", lambda *arguments: real(*arguments[:-1], 0.0))
 
 
 def with_much_to_gain(patch):
-    patch.setattr(moving, "LEAST_GAIN", 0.9)
+    patch.setattr(host_choice, "MIN_RELATIVE_GAIN", 0.9)
 
 
 def only_small_chunks(patch):
-    real = moving.HostChoice.predicted
+    real = host_choice.HostChoice.predict
 
     def predicted(self, figures, costs, shape, free_bytes, host):
         step = real(self, figures, costs, shape, free_bytes, host)
         return dataclasses.replace(step, fits=step.fits and shape.chunk <= 1024)
 
-    patch.setattr(moving.HostChoice, "predicted", predicted)
+    patch.setattr(host_choice.HostChoice, "predict", predicted)
 
 
 @pytest.mark.parametrize("mutant", [without_the_host, with_much_to_gain, only_small_chunks])

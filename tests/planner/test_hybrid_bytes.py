@@ -6,7 +6,8 @@ A streamed layer holds its incoming gradient, its input's, and one start state a
 attends as well holds keys, values and their gradients in float32, and the rotary angles that it is
 called with.
 
-covers: admission/stacks.py, layer/saved.py, planner/mixers.py, planner/step.py, recurrent/states.py
+covers: admission/stacks.py, layer/saved_tensors.py, planner/mixers.py, planner/step.py,
+recurrent/states.py
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from transformers import AutoModel
 
 import streambp
 from streambp.admission.stacks import find_stacks
-from streambp.layer.saved import SavedForBackward
+from streambp.layer.saved_tensors import SavedForBackward
 from streambp.planner.count import StepCount
-from streambp.planner.mixers import standing_in
+from streambp.planner.mixers import replace_mixers
 from streambp.planner.step import fused_attention
 from streambp.recurrent.states import StateCache
 from tests.layer.test_bytes import Source
@@ -37,9 +38,9 @@ LENGTHS = (128 * 1024, 256 * 1024)
 CHUNK = 8192
 KB = 1024
 SHAPES = one_layer()
-FAST = ("Qwen3.5-9B", "Nemotron-H-8B")
+FAST_CASES = ("Qwen3.5-9B", "Nemotron-H-8B")
 # K and V of two heads with gradients, cos and sin
-ATTENDS = {"Falcon-H1-7B": 2 * 2 * 128 * (2 + 4) + 2 * 128 * 2}
+ATTENTION_BYTES = {"Falcon-H1-7B": 2 * 2 * 128 * (2 + 4) + 2 * 128 * 2}
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +66,7 @@ def backward_peak(model, length, streams):
     (layer,) = find_stacks(model).stacks[0].layers
     inputs = []
     layer.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
-    with torch.device("meta"), standing_in(model, "kernels"), contextlib.ExitStack() as stack:
+    with torch.device("meta"), replace_mixers(model, "kernels"), contextlib.ExitStack() as stack:
         if not streams:
             stack.enter_context(fused_attention(model))
         x = torch.empty(
@@ -105,13 +106,13 @@ def slope(name, streams):
 @pytest.mark.fast("Nemotron-H-8B")
 @pytest.mark.parametrize(
     "name",
-    [name if name in FAST else pytest.param(name, marks=pytest.mark.full) for name in SHAPES],
+    [name if name in FAST_CASES else pytest.param(name, marks=pytest.mark.full) for name in SHAPES],
 )
 def test_a_layers_backward_grows_by_its_gradients_and_states(name):
     hidden = 2 * SHAPES[name].hidden_size
     streamed, states = slope(name, True)
     plain, _ = slope(name, False)
-    bound = 1.05 * (2 * hidden + states) + ATTENDS.get(name, 0)
+    bound = 1.05 * (2 * hidden + states) + ATTENTION_BYTES.get(name, 0)
     print(
         f"{name}: hidden {hidden / KB:.1f}, states {states / KB:.2f}, streamed {streamed / KB:.2f} "
         f"of at most {bound / KB:.2f}, checkpointed {plain / KB:.1f} KB a token"

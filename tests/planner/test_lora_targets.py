@@ -14,12 +14,12 @@ import torch
 from streambp import cli
 from streambp.errors import ConfigError
 from streambp.planner import Memory, Setting, adapters
-from streambp.planner.counted import CountRequest
 from streambp.planner.plan import plan_profile
-from streambp.planner.profile import Group, from_json, to_json
+from streambp.planner.profile import ParameterGroup, from_json, to_json
+from streambp.planner.profile_cache import CountRequest
 from streambp.planner.report import plan_table
 from streambp.planner.skeleton import Skeleton
-from streambp.planner.survey import streamed, survey
+from streambp.planner.survey import streamed_recipe, survey
 from tests import zoo
 from tests.tiers import thinned
 
@@ -75,7 +75,7 @@ def test_targets_are_those_that_were_named():
 
 def test_the_plan_names_them():
     request = CountRequest(zoo.tiny_config("falcon_h1"), lora=4)
-    profile = survey(request.skeleton(), [streamed()], accumulating=False, tree=False)
+    profile = survey(request.skeleton(), [streamed_recipe()], accumulating=False, tree=False)
     assert from_json(json.loads(json.dumps(to_json(profile)))) == profile
     table = plan_table(plan_profile(profile, 4096, Memory(80 * GIB), Setting()), modules=False)
     assert "Linears without adapters, because peft refuses them: out_proj" in table
@@ -83,8 +83,8 @@ def test_the_plan_names_them():
 
 def test_experts_that_stay_whole_are_told(counted):
     """Of 4 bits; not where all weights have 16, and not of a model without experts."""
-    dense = Group("dense", 1_000_000, 600_000, 0, 0)
-    experts = Group("expert", 9_000_000, 18_000_000, 0, 0)
+    dense = ParameterGroup("dense", 1_000_000, 600_000, 0, 0)
+    experts = ParameterGroup("expert", 9_000_000, 18_000_000, 0, 0)
     for groups, is_printed in (
         ((dense, experts), True),
         ((dense,), False),
@@ -99,7 +99,7 @@ def test_experts_that_stay_whole_are_told(counted):
 @pytest.fixture(scope="module")
 def counted():
     request = CountRequest(zoo.tiny_config("qwen3"), lora=4)
-    return survey(request.skeleton(), [streamed()], accumulating=False, tree=False)
+    return survey(request.skeleton(), [streamed_recipe()], accumulating=False, tree=False)
 
 
 def test_targets_on_the_command_line():

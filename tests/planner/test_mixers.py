@@ -17,13 +17,19 @@ import streambp
 from streambp.planner import mixers
 from streambp.planner.count import LiveBytes, StepCount
 from streambp.planner.delta_rules import causal_conv, delta_rule
-from streambp.planner.mixers import KERNELS, assumed, mixers_of, out_of_reach, standing_in
+from streambp.planner.mixers import (
+    MIXER_KERNELS,
+    assumed_kernels,
+    mixers_of,
+    replace_mixers,
+    uncountable_packages,
+)
 from streambp.planner.plan import Memory, plan, plan_profile
 from streambp.planner.profile import Setting
 from streambp.planner.report import plan_table
 from streambp.planner.skeleton import Skeleton
 from streambp.planner.state_spaces import fused_mamba, fused_mamba2, mamba2_scan, selective_scan
-from streambp.planner.survey import Counter, streamed, survey
+from streambp.planner.survey import Counter, streamed_recipe, survey
 from tests import zoo
 from tests.seeds import seed_torch
 from tests.versions import MIXERS_ARE_FUNCTIONS, needs_mixer_functions
@@ -38,7 +44,7 @@ FAMILIES = {
     "lfm2": {"causal_conv1d"},
     "qwen3": set(),
 }
-SMALL = Qwen3_5TextConfig(
+SMALL_CONFIG = Qwen3_5TextConfig(
     hidden_size=128, intermediate_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=32, vocab_size=1000,
     num_hidden_layers=4, linear_key_head_dim=16, linear_value_head_dim=32, linear_num_key_heads=2, linear_num_value_heads=4,
 )  # fmt: skip
@@ -182,7 +188,7 @@ def test_fused_forms_return_every_gradient():
 def test_functions_are_known_by_their_parameters(family):
     model = Skeleton(zoo.tiny_config(family), HALF, None, 16, "cuda").model
     functions = mixers_of(model)
-    unreachable = set(out_of_reach(model))
+    unreachable = set(uncountable_packages(model))
     assert {kernel.package for _, _, kernel in functions} == FAMILIES[family] - unreachable
     assert unreachable <= FAMILIES[family]
     assert not (unreachable and MIXERS_ARE_FUNCTIONS)
@@ -197,7 +203,7 @@ def test_nothing_stays_behind_an_exception():
     space_inside = {}
 
     def fail():
-        with standing_in(model, "kernels"):
+        with replace_mixers(model, "kernels"):
             space_inside.update(space)
             raise ZeroDivisionError
 
@@ -216,7 +222,7 @@ def test_a_model_with_data_runs_its_own_functions_meanwhile():
     ids = torch.randint(3, zoo.VOCABULARY, (1, 17))
     with torch.no_grad():
         expected = model(ids, use_cache=False).logits
-        with standing_in(model, "kernels"):
+        with replace_mixers(model, "kernels"):
             assert torch.equal(model(ids, use_cache=False).logits, expected)
 
 
@@ -224,8 +230,8 @@ def test_a_model_with_data_runs_its_own_functions_meanwhile():
 @needs_mixer_functions
 def test_what_is_assumed_is_said(monkeypatch):
     profile = survey(
-        Skeleton(SMALL, HALF, None, 16, "cuda"),
-        [streamed()],
+        Skeleton(SMALL_CONFIG, HALF, None, 16, "cuda"),
+        [streamed_recipe()],
         at=(256, 128),
         accumulating=False,
         tree=False,
@@ -234,18 +240,18 @@ def test_what_is_assumed_is_said(monkeypatch):
     table = plan_table(plan_profile(profile, 256, Memory(2**30), Setting(optimizer=4)))
     assert "Recurrent and convolutional layers: assuming kernels of causal_conv1d, fla" in table
     monkeypatch.setattr(mixers, "is_installed", lambda package: package == "fla")
-    model = Skeleton(SMALL, HALF, None, 16, "cuda", "installed").model
+    model = Skeleton(SMALL_CONFIG, HALF, None, 16, "cuda", "installed").model
     assert (
-        assumed(model, "installed")
+        assumed_kernels(model, "installed")
         == "kernels of fla and transformers' plain torch where causal_conv1d would have kernels"
     )
     assert (
-        assumed(model, "torch")
+        assumed_kernels(model, "torch")
         == "transformers' plain torch where causal_conv1d, fla would have kernels"
     )
-    assert Skeleton(SMALL, HALF, None, 16, "cpu").mixers == "torch"
+    assert Skeleton(SMALL_CONFIG, HALF, None, 16, "cpu").mixers == "torch"
     with pytest.raises(streambp.StreamBPError, match="mixers is 'fla'"):
-        plan(SMALL, 256, gpu_memory=2**30, mixers="fla")
+        plan(SMALL_CONFIG, 256, gpu_memory=2**30, mixers="fla")
 
 
 def operations(config, choice, point):
@@ -267,11 +273,11 @@ def operations(config, choice, point):
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(StepCount, "__torch_dispatch__", call)
         patched.setattr(mixers, "stand_in", kernel)
-        counter.count(streamed(), point, accumulate=False)
+        counter.count(streamed_recipe(), point, accumulate=False)
     return number, calls
 
 
-class Older(torch.nn.Module):
+class OlderMixer(torch.nn.Module):
     """Calls its rule as an attribute, and its convolution as an import that is not there."""
 
     def __init__(self):
@@ -293,16 +299,16 @@ causal_conv1d_fn = None
 def test_functions_that_modules_hold_and_kernels_out_of_reach():
     """As in transformers before 5.15, whose Qwen3-Next holds a rule, and convolves in its own
     code."""
-    model = Older()
+    model = OlderMixer()
     assert [
         (space is vars(model), name) for space, name, _ in mixers_of(model) if name == "rule"
     ] == [(True, "rule")]
-    assert out_of_reach(model) == ["causal_conv1d"]
-    assert assumed(model, "kernels") == (
+    assert uncountable_packages(model) == ["causal_conv1d"]
+    assert assumed_kernels(model, "kernels") == (
         "kernels of fla and transformers' plain torch where causal_conv1d would have kernels"
     )
     *inputs, _ = delta_inputs(128, False)
-    with standing_in(model, "kernels"):
+    with replace_mixers(model, "kernels"):
         out, _ = model(*inputs)
     assert out.shape == inputs[2].shape
     assert model.rule is rule_in_torch
@@ -325,12 +331,12 @@ def test_a_step_is_a_few_hundred_operations_a_chunk_and_layer():
 
 @pytest.mark.full
 def test_plain_torch_is_counted_where_asked_for():
-    number, calls = operations(SMALL, "torch", (256, 128))
-    fewer, some = operations(SMALL, "kernels", (256, 128))
+    number, calls = operations(SMALL_CONFIG, "torch", (256, 128))
+    fewer, some = operations(SMALL_CONFIG, "kernels", (256, 128))
     assert not calls
     assert some
     assert number > fewer
 
 
 def test_every_kernel_names_its_package():
-    assert {kernel.package for kernel in KERNELS} == {"causal_conv1d", "fla", "mamba_ssm"}
+    assert {kernel.package for kernel in MIXER_KERNELS} == {"causal_conv1d", "fla", "mamba_ssm"}

@@ -22,34 +22,34 @@ from transformers import Qwen3Config
 
 import streambp.planner.page
 from streambp.cli import main
-from streambp.planner.host_weights import first
-from streambp.planner.laws import Law, Part
+from streambp.planner.host_weights import first_layers
+from streambp.planner.laws import Law, PhaseLaws
 from streambp.planner.page import page
 from streambp.planner.plan import Memory, options, plan_profile
 from streambp.planner.profile import (
     CONTEXT_PARALLEL,
     ULYSSES,
-    Group,
     Heads,
     Method,
     Node,
+    ParameterGroup,
     Phase,
     Profile,
+    SequenceSplit,
     Setting,
-    Split,
-    available,
+    available_methods,
     flops,
     peak,
 )  # fmt: skip
 from streambp.planner.seconds import seconds, throughput
 from streambp.planner.skeleton import Skeleton
-from streambp.planner.survey import CHECKPOINTING, STREAMED, streamed, survey
-from streambp.rates import DEFAULT, DEVICES
+from streambp.planner.survey import CHECKPOINTING_RECIPE, STREAMED_RECIPES, streamed_recipe, survey
+from streambp.rates import DEFAULT_DEVICE, DEVICES
 from tests.hangs import HANG
 from tests.seeds import seed_of
 
 GIB = 2**30
-RATES = DEVICES[DEFAULT]
+RATES = DEVICES[DEFAULT_DEVICE]
 BROWSER = (
     shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 )
@@ -140,7 +140,7 @@ def random_profile(seed, batch_size=1, experts=True, states=False, frozen=False)
             Law(*(draw.uniform(0.5, 1) * size * share * factor for size in sizes))
             for share in shares
         )
-        return Part(name, laws, draw.choice([2048, 16_384]))
+        return PhaseLaws(name, laws, draw.choice([2048, 16_384]))
 
     def method(recipe):
         chunked, config = recipe.config is not None, recipe.config
@@ -157,7 +157,7 @@ def random_profile(seed, batch_size=1, experts=True, states=False, frozen=False)
         on_host_too = draw.uniform(0, 5e7) if states and offload == "cpu" else 0.0
         heads = (Heads(48, 6, draw.randint(1000, 9000)), Heads(24, 12, draw.randint(1000, 9000)))
         links = [draw.uniform(0, 3e6) for _ in range(6)]
-        split = Split(recipe.split, heads, *links) if recipe.split else None
+        split = SequenceSplit(recipe.split, heads, *links) if recipe.split else None
         return Method(
             recipe.name,
             saves,
@@ -171,21 +171,21 @@ def random_profile(seed, batch_size=1, experts=True, states=False, frozen=False)
         )
 
     recipes = [
-        CHECKPOINTING,
-        *(streamed(saves, to) for to in ("none", "cpu") for saves in ((), ("attn_out",))),
-        STREAMED[-1],
+        CHECKPOINTING_RECIPE,
+        *(streamed_recipe(saves, to) for to in ("none", "cpu") for saves in ((), ("attn_out",))),
+        STREAMED_RECIPES[-1],
         *(
-            streamed(saves, "cpu", by)
+            streamed_recipe(saves, "cpu", by)
             for by in (ULYSSES, CONTEXT_PARALLEL)
             for saves in ((), ("attn_out", "kv"))
         ),
     ]
-    groups = [Group("dense", 2_031_739_904, 4_063_479_809, 2_031_739_904, 4_063_479_808)]
+    groups = [ParameterGroup("dense", 2_031_739_904, 4_063_479_809, 2_031_739_904, 4_063_479_808)]
     sizes = tuple(draw.randint(1, 4) * 10**9 for _ in range(8)) if frozen else ()
     trained = tuple(draw.randint(1, 4) * 10**8 for _ in range(8)) if states else ()
-    groups += [Group("dense", 2 * sum(sizes), sum(sizes), 0, 0)] if frozen else []
+    groups += [ParameterGroup("dense", 2 * sum(sizes), sum(sizes), 0, 0)] if frozen else []
     groups += (
-        [Group("expert", 7_111_111_111, 14_222_222_222, 3_111_111_111, 6_222_222_223)]
+        [ParameterGroup("expert", 7_111_111_111, 14_222_222_222, 3_111_111_111, 6_222_222_223)]
         if experts
         else []
     )
@@ -217,7 +217,10 @@ def counted(config):
     """A few of an 8B model's methods, counted."""
     skeleton = Skeleton(str(config), torch.bfloat16, None, 16, "cuda")
     return survey(
-        skeleton, (CHECKPOINTING, streamed(("attn_out",), "cpu")), accumulating=False, tree=False
+        skeleton,
+        (CHECKPOINTING_RECIPE, streamed_recipe(("attn_out",), "cpu")),
+        accumulating=False,
+        tree=False,
     )
 
 
@@ -235,7 +238,7 @@ SETTINGS = [
     Setting(gpus=16, expert_parallel=8, zero=1, gradient_bytes=4, accumulate=True),
     Setting(weights="device"),
     Setting(weights="cpu", optimizer=0.0),
-    Setting(on_host=first((4 * GIB, 2 * GIB, 3 * GIB), 2)),
+    Setting(on_host=first_layers((4 * GIB, 2 * GIB, 3 * GIB), 2)),
 ]
 MEMORIES = [
     Memory(80 * GIB),
@@ -246,7 +249,7 @@ MEMORIES = [
 LENGTH = 40_000  # of plans
 LENGTHS = (1, 1000, 4096, 65_537, 262_144, 1_000_003)
 
-COMPARED = ("seq_len", "choice", "safest", "binds", "levers", "longest", "times")
+COMPARED_FIELDS = ("seq_len", "choice", "safest", "binds", "levers", "longest", "times")
 PROBE = """
 <script>
 "use strict";
@@ -256,7 +259,7 @@ document.body.replaceChildren(Object.assign(document.createElement("pre"), { id:
 document.getElementById("results").textContent = JSON.stringify(results);
 </script>
 """
-COMPUTED = """
+COMPUTE_SCRIPT = """
 function computed(probe) {
 const results = { peaks: [], plans: [] }, rates = data.devices[0];
 for (const { profile } of data.profiles) {
@@ -287,7 +290,7 @@ def expected(profiles, memories, plans):
     results = {"peaks": [], "plans": []}
     for profile in profiles:
         for setting in SETTINGS:
-            for method in available(profile, setting):
+            for method in available_methods(profile, setting):
                 for length in LENGTHS:
                     for chunk in (1, 3000, 8192):
                         at = peak(profile, method, length, chunk, setting)
@@ -306,7 +309,7 @@ def expected(profiles, memories, plans):
                     plan = dataclasses.asdict(base_plan)
                     following = [dataclasses.asdict(timed) for timed in base_plan.next_fastest]
                     results["plans"].append(
-                        {name: plan[name] for name in COMPARED} | {"next_fastest": following}
+                        {name: plan[name] for name in COMPARED_FIELDS} | {"next_fastest": following}
                     )
     return numbers(json.dumps(results))
 
@@ -333,7 +336,7 @@ def compare(folder):
     inputs |= {"lengths": LENGTHS, "plans": plans}
     data = f'<script type="application/json" id="probe">{json.dumps(inputs)}</script>'
     file = folder / "grid.html"
-    probe = f"{data}<script>{COMPUTED}</script>{PROBE}"
+    probe = f"{data}<script>{COMPUTE_SCRIPT}</script>{PROBE}"
     file.write_text(text.replace("</body>", probe + "</body>"), "utf-8")
     assert_equal_results(
         numbers(Elements(browse(file, folder)).texts["results"]),
@@ -394,9 +397,10 @@ def compare_in_node():
     }
     inputs |= {"lengths": LENGTHS, "plans": plans}
     planner = [
-        streambp.planner.page.part(file) for file in streambp.planner.page.PLACES["/*PLAN*/"]
+        streambp.planner.page.part(file)
+        for file in streambp.planner.page.FILES_BY_PLACEHOLDER["/*PLAN*/"]
     ]
-    script = [*planner, f"const data = {block};", COMPUTED]
+    script = [*planner, f"const data = {block};", COMPUTE_SCRIPT]
     script += [f"console.log(JSON.stringify(computed({json.dumps(inputs)})));"]
     node = subprocess.run(
         [NODE], input="\n".join(script), capture_output=True, text=True, timeout=HANG, check=True

@@ -9,17 +9,22 @@ from __future__ import annotations
 import pytest
 
 import streambp.planner.page
-from streambp.planner.launch_commands import doors, format_bytes, python, quoted
+from streambp.planner.launch_commands import (
+    config_code,
+    format_bytes,
+    launcher_settings,
+    python_literal,
+)
 from streambp.planner.page import page
 from streambp.planner.plan import Memory, choose, fits, options, plan_profile
-from streambp.planner.profile import Setting, available
-from streambp.rates import DEFAULT, DEVICES
+from streambp.planner.profile import Setting, available_methods
+from streambp.rates import DEFAULT_DEVICE, DEVICES
 from tests.planner.browser import BROWSER, DRIVER, opened
 from tests.planner.test_page import random_profile
 from tests.seeds import seed_of
 
 GIB = 2**30
-RATES = DEVICES[DEFAULT]
+RATES = DEVICES[DEFAULT_DEVICE]
 LENGTH, MEMORY, SETTING = 65_536, Memory(300 * GIB, 200 * GIB), Setting(optimizer_on_host=True)
 pytestmark = pytest.mark.skipif(
     not (BROWSER and DRIVER), reason="no Chromium with chromedriver was found to use the page with"
@@ -35,7 +40,7 @@ FIGURES = """
 const found = [...document.querySelectorAll("data[data-key]")];
 return Object.fromEntries(found.map((one) => [one.dataset.key, Number(one.value)]));
 """
-LAID_OUT = """
+LAYOUT_SCRIPT = """
 const wide = document.documentElement.clientWidth;
 const seen = (one) => one.checkVisibility() && !one.closest(".hidden, thead, svg svg");
 const boxes = [...document.querySelectorAll("main *")].filter(seen).map((one) => [one, one.getBoundingClientRect()]);
@@ -70,7 +75,9 @@ def written_to(folder, plan):
 
 def all_options(plan):
     return list(
-        options(plan.profile, available(plan.profile, SETTING), LENGTH, MEMORY, SETTING, RATES)
+        options(
+            plan.profile, available_methods(plan.profile, SETTING), LENGTH, MEMORY, SETTING, RATES
+        )
     )
 
 
@@ -111,7 +118,7 @@ def check_what_it_shows(browser, plan):
         assert figures[f"seconds {option.method}"] == option.seconds
         assert figures[f"tokens_per_second {option.method}"] == option.tokens_per_second
         assert figures[f"peak {option.method}"] == option.peak
-    layout = browser.run(LAID_OUT)
+    layout = browser.run(LAYOUT_SCRIPT)
     assert min(layout["lines"]) >= len(plan.profile.methods)
     assert layout["steps"] >= 2 * len(best) - 1
     assert (layout["scroll"], layout["outside"], layout["wrong"]) == (0, [], 0)
@@ -152,20 +159,20 @@ def check_keyboard(address, plan):
         assert browser.run(focus_index) == 1
         number = next(
             number
-            for number, dot in enumerate(browser.run(SORTED))
+            for number, dot in enumerate(browser.run(SORTED_DOTS_SCRIPT))
             if number > 1 and dot["inside"] and dot["chunk"] < 8192
         )
         browser.press(*["Right"] * (number - 1))
         # it says what the dot is
         assert browser.run("return document.getElementById('tip').hidden;") is False
-        selected_dot = browser.run(SORTED)[number]
+        selected_dot = browser.run(SORTED_DOTS_SCRIPT)[number]
         browser.press("Enter")
         check_chosen(browser, selected_dot, plan)
         assert browser.run(focus_index) == number  # the focus stays
         assert browser.console() == []
 
 
-SORTED = DOTS.replace(
+SORTED_DOTS_SCRIPT = DOTS.replace(
     '.setting")].map', '.setting")].sort((a, b) => a.dataset.place - b.dataset.place).map'
 )
 
@@ -183,7 +190,9 @@ def check_chosen(browser, dot, plan):
     assert all(f'"{name}"' in code for name in option.saves)
     assert ("offload=" in code) == (option.offload != "none")
     assert (
-        f"gpu_memory={quoted(format_bytes(option.gpu_memory))}" if option.gpu_memory else ")"
+        f"gpu_memory={python_literal(format_bytes(option.gpu_memory))}"
+        if option.gpu_memory
+        else ")"
     ) in code
     figures = browser.run(FIGURES)
     assert (figures["seconds"], figures["peak"], figures["host"]) == (
@@ -208,7 +217,7 @@ def check_pointer(address, plan):
             for option in all_options(plan)
             if option.saves and fits(option.peak, MEMORY) and option.chunk_size == 2048
         )
-        browser.run(TO_FRONT, target.method, target.chunk_size)
+        browser.run(BRING_TO_FRONT_SCRIPT, target.method, target.chunk_size)
         browser.click("#wanted circle")
         check_chosen(browser, {"method": target.method, "chunk": 2048}, plan)
         browser.click("#reset")
@@ -235,7 +244,7 @@ def check_pointer(address, plan):
 
 
 # Dots may lie upon each other; the last one drawn is the one that a pointer meets.
-TO_FRONT = """
+BRING_TO_FRONT_SCRIPT = """
 const [method, chunk] = arguments;
 const dot = [...document.querySelectorAll("#frontier-svg .setting")].find((one) =>
   one.dataset.method === method && one.dataset.chunk === String(chunk));
@@ -248,13 +257,13 @@ def test_the_pointer_chooses(address, plan):
     check_pointer(address, plan)
 
 
-DOOR = """
+DOOR_SCRIPT = """
 const door = document.getElementById("door");
 door.value = arguments[0];
 door.dispatchEvent(new Event("change"));
 return document.getElementById("code").textContent;
 """
-TYPED = """
+TYPING_SCRIPT = """
 form.gpu.value = arguments[0];
 form.gpu.dispatchEvent(new Event("input", { bubbles: true }));
 return form.device.value;
@@ -264,9 +273,12 @@ return form.device.value;
 @pytest.mark.full
 def test_every_door_and_the_device_of_a_memory(address, plan):
     with opened(address) as browser:
-        assert browser.run(DOOR, "Python") == f"streambp.patch(model, {python(plan.choice)})"
-        for door, text in doors(plan.choice, plan.setting).items():
-            assert browser.run(DOOR, door) == text
+        assert (
+            browser.run(DOOR_SCRIPT, "Python")
+            == f"streambp.patch(model, {config_code(plan.choice)})"
+        )
+        for door, text in launcher_settings(plan.choice, plan.setting).items():
+            assert browser.run(DOOR_SCRIPT, door) == text
         for memory, device in (
             (24, "RTX4090"),
             (80, "H100"),
@@ -274,7 +286,7 @@ def test_every_door_and_the_device_of_a_memory(address, plan):
             (60, "H100"),
             (141, "H200"),
         ):
-            assert browser.run(TYPED, memory) == device
+            assert browser.run(TYPING_SCRIPT, memory) == device
         assert browser.console() == []
 
 
@@ -309,7 +321,9 @@ def test_a_worse_page_is_seen(name, plan, tmp_path, monkeypatch):
     )
     address = written_to(tmp_path, plan)
     assert any(
-        right in real(file) for files in streambp.planner.page.PLACES.values() for file in files
+        right in real(file)
+        for files in streambp.planner.page.FILES_BY_PLACEHOLDER.values()
+        for file in files
     )
     with pytest.raises((AssertionError, StopIteration, KeyError)):
         check(address, plan)

@@ -23,23 +23,23 @@ from streambp import cli
 from streambp.cli import runs
 from streambp.fields import parse_bytes, parse_tokens
 from streambp.integrations.trl.settings import StreamArguments
-from streambp.launch.settings import from_flags
+from streambp.launch.settings import settings_from_flags
 from streambp.offload import free_memory
-from streambp.offload.costs import Figures
+from streambp.offload.costs import StepFigures
 from streambp.offload.policy import SavesPolicy
-from streambp.planner import Memory, Setting, auto, counted, peak, plan
-from streambp.planner.launch_commands import doors, fields_of, format_bytes, python
+from streambp.planner import Memory, Setting, auto, peak, plan, profile_cache
+from streambp.planner.launch_commands import config_code, fields_of, format_bytes, launcher_settings
 from streambp.planner.laws import Law
-from streambp.planner.plan import Choice, choose, fits, longest, plan_profile
+from streambp.planner.plan import Choice, choose, fits, longest_sequence, plan_profile
 from streambp.planner.profile import Method, Phase, from_json
 from streambp.planner.report import duration, plan_table, tree_lines
 from streambp.planner.skeleton import Skeleton
-from streambp.planner.survey import streamed
+from streambp.planner.survey import streamed_recipe
 from streambp.planner.tree import module_tree
 from tests import zoo
 from tests.families import build, make_batch
 from tests.planner.laws import made_work
-from tests.planner.test_estimates import SMALL, made_up
+from tests.planner.test_estimates import SMALL_CONFIG, made_up
 from tests.planner.test_page import random_profile
 
 GIB = 2**30
@@ -81,11 +81,11 @@ def check_longest():
     profile, setting = two_methods(), Setting(optimizer=0)
     memory = Memory(1000 + 20 * 5000 + 1024, 10**9, reserve=0)
     for method in profile.methods:
-        row = longest(profile, method, memory, setting)
+        row = longest_sequence(profile, method, memory, setting)
         assert fits(peak(profile, method, row.seq_len, 1024, setting), memory)
         assert not fits(peak(profile, method, row.seq_len + 1, 1024, setting), memory)
-    assert longest(profile, profile.method("streambp"), memory, setting).seq_len == 5000
-    host_bound = longest(
+    assert longest_sequence(profile, profile.method("streambp"), memory, setting).seq_len == 5000
+    host_bound = longest_sequence(
         profile,
         profile.method("streambp offload"),
         dataclasses.replace(memory, host=30 * 700),
@@ -105,7 +105,7 @@ def check_longest_with_states():
     )
     setting, memory = Setting(optimizer=0), Memory(1000 + 100_000, None, reserve=0)
     method = profile.methods[0]
-    row = longest(profile, method, memory, setting)
+    row = longest_sequence(profile, method, memory, setting)
     assert fits(peak(profile, method, row.seq_len, 8192, setting), memory)
     assert not fits(peak(profile, method, row.seq_len + 1, 8192, setting), memory)
     assert not fits(peak(profile, method, row.seq_len, 1024, setting), memory)
@@ -153,8 +153,12 @@ def test_levers_reach_what_they_promise():
 
 
 def test_a_plan_of_a_model(monkeypatch):
-    monkeypatch.setattr(planning, "STREAMED", (streamed(), streamed((), "cpu")))
-    small_plan = plan(SMALL, gpu_memory="2GiB", host_memory="1GiB", setting=Setting(optimizer=4))
+    monkeypatch.setattr(
+        planning, "STREAMED_RECIPES", (streamed_recipe(), streamed_recipe((), "cpu"))
+    )
+    small_plan = plan(
+        SMALL_CONFIG, gpu_memory="2GiB", host_memory="1GiB", setting=Setting(optimizer=4)
+    )
     rows = {row.method: row.seq_len for row in small_plan.longest}
     assert (
         rows["streambp offload"]
@@ -276,7 +280,7 @@ def test_durations(seconds, text):
 
 @pytest.mark.parametrize("bar", [0.0, 0.031, math.inf])
 def test_another_bar_for_the_safest_is_seen(bar, monkeypatch):
-    monkeypatch.setattr(planning, "SLOWER", bar)
+    monkeypatch.setattr(planning, "ALLOWED_SLOWDOWN", bar)
     with pytest.raises(AssertionError):
         test_the_safest_is_at_most_two_per_cent_slower_and_takes_the_least()
 
@@ -308,9 +312,9 @@ def test_every_way_in_takes_the_plans_settings(fields):
         assert not expected.may_move
     else:
         assert expected.offload == fields["offload"]
-    assert eval(python(choice), {"streambp": streambp}) == expected
-    ways = doors(choice, Setting(zero=2, gpus=2, optimizer_on_host=True))
-    read = from_flags(cli.parse(shlex.split(ways["launch"])[1:])).config
+    assert eval(config_code(choice), {"streambp": streambp}) == expected
+    ways = launcher_settings(choice, Setting(zero=2, gpus=2, optimizer_on_host=True))
+    read = settings_from_flags(cli.parse(shlex.split(ways["launch"])[1:])).config
     assert [getattr(read, name) for name in fields_of(choice)] == [
         getattr(expected, name) for name in fields_of(choice)
     ]
@@ -353,7 +357,7 @@ def test_the_module_tree_has_no_empty_rows():
 )
 def test_wrong_arguments_are_named(arguments, words):
     with pytest.raises(streambp.StreamBPError, match=words):
-        plan(SMALL, **arguments)
+        plan(SMALL_CONFIG, **arguments)
 
 
 def printed_json(capsys):
@@ -362,10 +366,10 @@ def printed_json(capsys):
 
 
 def test_plan_on_the_command_line(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(counted, "survey", lambda *_, **__: two_methods())
-    monkeypatch.setattr(counted, "counted_saves", lambda *_: None)
+    monkeypatch.setattr(profile_cache, "survey", lambda *_, **__: two_methods())
+    monkeypatch.setattr(profile_cache, "counted_saves", lambda *_: None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    SMALL.save_pretrained(tmp_path)
+    SMALL_CONFIG.save_pretrained(tmp_path)
     arguments = [
         "plan",
         str(tmp_path),
@@ -434,8 +438,8 @@ def test_a_gpu_may_be_named_by_its_number(monkeypatch):
 
 def test_a_length_may_be_text_in_python(monkeypatch):
     """As `--seq-len` and StreamConfig's chunk_size."""
-    monkeypatch.setattr(planning, "counted", lambda *args: made_up())
-    assert plan(SMALL, "2k", gpu_memory="1GiB").seq_len == 2048
+    monkeypatch.setattr(planning, "count_profile", lambda *args: made_up())
+    assert plan(SMALL_CONFIG, "2k", gpu_memory="1GiB").seq_len == 2048
 
 
 @pytest.mark.parametrize(
@@ -472,7 +476,7 @@ def fitting():
     phase = Phase("backward 0", Law(1000, 10, 100))
     law = auto.StepNeed(Method("streambp", (), "none", False, True, (phase,), (), Law(), ()))
     # larger chunks are faster
-    figures = Figures(law, {}, seconds=lambda tokens, chunk: tokens / chunk)
+    figures = StepFigures(law, {}, seconds=lambda tokens, chunk: tokens / chunk)
     free = [0.0]
     return SavesPolicy(1, lambda device: free[0], lambda device: (figures, 0.0), True, True), free
 
@@ -568,14 +572,14 @@ def test_running_out_of_memory_names_the_next_lever(config, lever, where, monkey
 
 def test_smaller_chunks_are_the_lever_once_everything_has_left():
     from streambp.chunks import ChunkPlan
-    from streambp.layer.oom import next_lever
+    from streambp.layer.oom import advise_setting
 
     config = streambp.StreamConfig(offload="cpu")
-    assert "chunk_size=4096" in next_lever(config, ChunkPlan(100_000, 8192))
-    assert "gpu_memory='1GiB'" in next_lever(config, ChunkPlan(100_000, 1024))
-    assert "ZeRO-3" in next_lever(
+    assert "chunk_size=4096" in advise_setting(config, ChunkPlan(100_000, 8192))
+    assert "gpu_memory='1GiB'" in advise_setting(config, ChunkPlan(100_000, 1024))
+    assert "ZeRO-3" in advise_setting(
         dataclasses.replace(config, gpu_memory=1), ChunkPlan(100_000, 1024)
     )
-    assert "head=True" in next_lever(
+    assert "head=True" in advise_setting(
         dataclasses.replace(config, head=False), ChunkPlan(100_000, 1024)
     )

@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM
 from streambp import cli
 from streambp.cli import runs
 from streambp.model import positions
-from streambp.model.positions import beyond_positions
+from streambp.model.positions import positions_warning
 from tests import zoo
-from tests.planner.released import RELEASED
+from tests.planner.released import RELEASED_CONFIGS
 from tests.planner.test_fastest import method, two_speeds
 
 planning = sys.modules["streambp.planner.plan"]
@@ -28,11 +28,11 @@ CODE = re.compile(r"this config: (.*)")
 def check_line(name, length):
     """The line runs; the angles of the model are then scaled, and its steps run."""
     config = zoo.tiny_config(name)
-    line = beyond_positions(config, length)
+    line = positions_warning(config, length)
     assert line.startswith(f"Rows of {length:,} tokens exceed the model's ")
     exec(CODE.search(line)[1], {"config": config})
     assert config.get_text_config().max_position_embeddings >= length
-    assert beyond_positions(config, length) is None
+    assert positions_warning(config, length) is None
     model = AutoModelForCausalLM.from_config(config)
     rotary = [part for part in model.modules() if hasattr(part, "inv_freq")]
     plain = AutoModelForCausalLM.from_config(zoo.tiny_config(name))
@@ -51,26 +51,26 @@ def test_the_line_extends_the_model(name):
 
 
 def test_a_factor_that_is_too_small_is_seen(monkeypatch):
-    real = positions.extension
+    real = positions.yarn_fields
     halved = {"factor": 1.5}
-    monkeypatch.setattr(positions, "extension", lambda *args: real(*args) | halved)
+    monkeypatch.setattr(positions, "yarn_fields", lambda *args: real(*args) | halved)
     with pytest.raises(AssertionError):
         check_line("llama", 3 * zoo.tiny_config("llama").max_position_embeddings)
 
 
 def test_released_models():
     """What a model reaches, extended or not, is the bar; a factor grows from the original."""
-    qwen = RELEASED["Qwen3-8B"]()
-    assert beyond_positions(qwen, 40_960) is None
-    assert '"factor": 2.0, "original_max_position_embeddings": 40960' in beyond_positions(
+    qwen = RELEASED_CONFIGS["Qwen3-8B"]()
+    assert positions_warning(qwen, 40_960) is None
+    assert '"factor": 2.0, "original_max_position_embeddings": 40960' in positions_warning(
         qwen, 65_536
     )
-    gpt_oss = RELEASED["gpt-oss-20b"]()
-    assert beyond_positions(gpt_oss, 131_072) is None
-    assert '"factor": 64.0, "original_max_position_embeddings": 4096' in beyond_positions(
+    gpt_oss = RELEASED_CONFIGS["gpt-oss-20b"]()
+    assert positions_warning(gpt_oss, 131_072) is None
+    assert '"factor": 64.0, "original_max_position_embeddings": 4096' in positions_warning(
         gpt_oss, 262_144
     )
-    assert "take shorter rows" in beyond_positions(zoo.tiny_config("gpt2"), 10**6)
+    assert "take shorter rows" in positions_warning(zoo.tiny_config("gpt2"), 10**6)
 
 
 def planned(tmp_path, monkeypatch, *options):
@@ -83,7 +83,7 @@ def planned(tmp_path, monkeypatch, *options):
             **{**vars(profile), "methods": (fast if request.with_liger else slow,)}
         )
 
-    monkeypatch.setattr(planning, "counted", counted)
+    monkeypatch.setattr(planning, "count_profile", counted)
     zoo.tiny_config("qwen3").save_pretrained(tmp_path)
     return cli.main(["plan", str(tmp_path), "--gpu-memory", "80GiB", "--full", *options])
 

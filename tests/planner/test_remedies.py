@@ -17,19 +17,19 @@ from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, Q
 
 from streambp import cli
 from streambp.planner import Memory, Setting
-from streambp.planner.counted import CountRequest
 from streambp.planner.laws import Law
 from streambp.planner.plan import plan_profile
-from streambp.planner.profile import Group, Method, Phase, static
+from streambp.planner.profile import Method, ParameterGroup, Phase, bytes_between_steps
+from streambp.planner.profile_cache import CountRequest
 from streambp.planner.report import device_text, plan_table
-from streambp.planner.suggestions import Training, remedies, too_large, with_options
-from streambp.planner.survey import STREAMED, survey
-from streambp.rates import DEVICES, USUAL, assumed_rates, device_of, rates_by_name
+from streambp.planner.suggestions import Training, excess_text, remedies, replace_options
+from streambp.planner.survey import STREAMED_RECIPES, survey
+from streambp.rates import DEVICE_MEMORY_SIZES, DEVICES, assumed_rates, device_of, rates_by_name
 from tests.planner.laws import made_work
 from tests.planner.test_estimates import made_up
 
 GIB = 2**30
-TINY = Qwen3Config(
+TINY_CONFIG = Qwen3Config(
     hidden_size=2048, intermediate_size=8192, num_hidden_layers=8, num_attention_heads=16, num_key_value_heads=2,
     head_dim=128, vocab_size=1024, tie_word_embeddings=False,
 )  # fmt: skip
@@ -64,12 +64,12 @@ def counted_profile(name, training):
         method = Method(
             "streambp", (), "none", False, True, (born,), (born,), Law(), made_work(3, 0.5)
         )
-        group = Group("dense", 500_000, 500_000 * training.bits // 8, trained, 2 * trained)
+        group = ParameterGroup("dense", 500_000, 500_000 * training.bits // 8, trained, 2 * trained)
         return made_up(groups=(group,), methods=(method,))
-    config = TINY if name == "tiny" else MODELS[name]
+    config = TINY_CONFIG if name == "tiny" else MODELS[name]
     # The streamed steps that a plan chooses from, without what it prints beside them.
     request = CountRequest(config, lora=training.lora, bits=training.bits)
-    return survey(request.skeleton(), STREAMED, accumulating=False, tree=False)
+    return survey(request.skeleton(), STREAMED_RECIPES, accumulating=False, tree=False)
 
 
 def check_cell(name, memory, training, length, setting=None):
@@ -98,7 +98,7 @@ def replanned(name, remedy, memory, training, length):
         str(memory.gpu),
         *training.options,
     ]
-    line = with_options(arguments, remedy.options)
+    line = replace_options(arguments, remedy.options)
     read = cli.parse(line)
     setting = Setting(gpus=read.gpus or 1, zero=read.zero, optimizer_on_host=read.optimizer_on_host)
     host = None if memory.host is None else memory.host // setting.gpus
@@ -161,27 +161,27 @@ def test_a_plan_names_levers_or_commands(length, fits):
 
 def test_what_is_too_large_is_told_by_share():
     profile = counted_profile("made up", Training())
-    resident = static(profile, Setting())
+    resident = bytes_between_steps(profile, Setting())
     plan = plan_profile(profile, 1024, Memory(int(resident.weights), None, 0.0), Setting())
     total = resident.weights + resident.gradients + resident.optimizer
-    message = too_large(plan)
+    message = excess_text(plan)
     assert message is not None
     assert message.endswith(
         f"= {total / GIB:.1f} GiB, and {resident.weights / GIB:.1f} GiB of each GPU are usable"
     )
-    assert too_large(plan_profile(profile, 1024, Memory(int(2 * total)), Setting())) is None
+    assert excess_text(plan_profile(profile, 1024, Memory(int(2 * total)), Setting())) is None
 
 
 def model_folder(tmp_path):
     (tmp_path / "config.json").write_text(
-        json.dumps({**TINY.to_dict(), "architectures": ["Qwen3ForCausalLM"]})
+        json.dumps({**TINY_CONFIG.to_dict(), "architectures": ["Qwen3ForCausalLM"]})
     )
     return str(tmp_path / "config.json")
 
 
 @pytest.mark.full
 def test_the_command_that_is_printed_fits(tmp_path, capsys):
-    resident = static(counted_profile("tiny", Training()), Setting())
+    resident = bytes_between_steps(counted_profile("tiny", Training()), Setting())
     arguments = [
         "plan",
         model_folder(tmp_path),
@@ -227,8 +227,8 @@ def test_without_a_training_both_are_planned(tmp_path, capsys):
 
 
 def test_the_device_follows_from_the_memory():
-    assert set(USUAL) <= set(DEVICES)
-    for name, size in USUAL.items():
+    assert set(DEVICE_MEMORY_SIZES) <= set(DEVICES)
+    for name, size in DEVICE_MEMORY_SIZES.items():
         assert device_of(size * GIB) == name
         assert device_of(int(size * 1e9)) == name
     assert device_of(12 * GIB) is None
@@ -306,9 +306,9 @@ def test_options_replace_what_was_given():
         "24GiB",
         "--optimizer-on-host",
     ]
-    assert with_options(arguments, ("--seq-len", "4096")) == [
+    assert replace_options(arguments, ("--seq-len", "4096")) == [
         "plan", "M", "--lora", "8", "--gpu-memory", "24GiB", "--optimizer-on-host", "--seq-len", "4096",
     ]  # fmt: skip
-    assert with_options(arguments, ("--lora", "16", "--bits", "4", "--optimizer-on-host")) == [
+    assert replace_options(arguments, ("--lora", "16", "--bits", "4", "--optimizer-on-host")) == [
         "plan", "M", "--seq-len=64k", "--gpu-memory", "24GiB", "--lora", "16", "--bits", "4", "--optimizer-on-host",
     ]  # fmt: skip

@@ -13,16 +13,16 @@ import torch
 from transformers import Gemma2Config, Qwen3Config
 
 from streambp.planner import kernels
-from streambp.planner.count import Shapes, StepCount
+from streambp.planner.count import ShapeCache, StepCount
 from streambp.planner.kernels import CountedCalls
 from streambp.planner.skeleton import Skeleton
-from streambp.planner.survey import STREAMED, survey
+from streambp.planner.survey import STREAMED_RECIPES, survey
 
 SHAPE = {
     "hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
     "num_hidden_layers": 2, "vocab_size": 500,
 }  # fmt: skip
-AT = (1700, 800)  # blocks of 512 queries, and of fewer at the ends of chunks
+QUERY_STARTS = (1700, 800)  # blocks of 512 queries, and of fewer at the ends of chunks
 
 
 def configs():
@@ -36,7 +36,7 @@ def configs():
 def runs(monkeypatch):
     """Pairs of a function and True if its call was run."""
     recorded_calls = []
-    real, first = CountedCalls.run, CountedCalls._first
+    real, first = CountedCalls.run, CountedCalls._count_first
 
     def run(self, function, key, *args):
         recorded_calls.append([function, False])
@@ -47,14 +47,14 @@ def runs(monkeypatch):
         return first(self, *args)
 
     monkeypatch.setattr(CountedCalls, "run", run)
-    monkeypatch.setattr(CountedCalls, "_first", run_first)
+    monkeypatch.setattr(CountedCalls, "_count_first", run_first)
     return recorded_calls
 
 
 def profile_of(family):
     """The count of a step whose attention is plain products."""
     skeleton = Skeleton(configs()[family], torch.float32, None, 16, "cuda")
-    return survey(skeleton, [STREAMED[0]], at=AT, tree=False, timed=False)
+    return survey(skeleton, [STREAMED_RECIPES[0]], at=QUERY_STARTS, tree=False, timed=False)
 
 
 @functools.cache
@@ -77,7 +77,7 @@ def test_numbers_are_those_of_running_every_block(family, runs):
 
 
 def no_peak(patch):
-    real = CountedCalls._first
+    real = CountedCalls._count_first
 
     def first(self, count, key, call):
         result = real(self, count, key, call)
@@ -85,7 +85,7 @@ def no_peak(patch):
         self._counted_calls[key] = kernels.dataclasses.replace(counted_call, peak=0)
         return result
 
-    patch.setattr(CountedCalls, "_first", first)
+    patch.setattr(CountedCalls, "_count_first", first)
 
 
 def no_kind(patch):
@@ -129,7 +129,7 @@ def products(x):
 
 
 def test_a_call_of_known_shapes_counts_as_much():
-    calls = CountedCalls(Shapes())
+    calls = CountedCalls(ShapeCache())
     first = counted(calls, products, meta(5, 8))
     assert first[0] > first[1] > first[4] == 0
     assert counted(calls, products, meta(5, 8)) == first
@@ -165,7 +165,7 @@ def part_of_larger(x):
 
 @pytest.mark.parametrize("function", [leaves_something, shares_memory, part_of_larger])
 def test_a_call_whose_results_are_not_all_runs_each_time(function):
-    calls, times = CountedCalls(Shapes()), []
+    calls, times = CountedCalls(ShapeCache()), []
     live_outputs.clear()
 
     def noted(x):
@@ -179,7 +179,7 @@ def test_a_call_whose_results_are_not_all_runs_each_time(function):
 
 
 def test_calls_with_a_graph_or_without_a_count_run():
-    calls, times = CountedCalls(Shapes()), []
+    calls, times = CountedCalls(ShapeCache()), []
 
     def noted(x):
         times.append(1)

@@ -24,11 +24,17 @@ from streambp.planner.measure_device import measure_device
 from streambp.planner.profile import peak, work
 from streambp.planner.seconds import kernels, seconds, throughput
 from streambp.planner.skeleton import Skeleton
-from streambp.planner.survey import CHECKPOINTING, CHECKPOINTING_HEAD, STREAMED, streamed, survey
+from streambp.planner.survey import (
+    CHECKPOINTING_HEAD_RECIPE,
+    CHECKPOINTING_RECIPE,
+    STREAMED_RECIPES,
+    streamed_recipe,
+    survey,
+)
 from streambp.planner.work import Work, aten, pairs
 from streambp.rates import DEVICES, Rates, rates_of, read_rates, write_rates
 from tests.planner.laws import made_work
-from tests.planner.test_estimates import QWEN3_8B, SMALL, made_up
+from tests.planner.test_estimates import QWEN3_8B, SMALL_CONFIG, made_up
 
 GIB = 2**30
 H200 = DEVICES["H200"]
@@ -57,12 +63,12 @@ MEASURED_H100 = [
     ("head, selective", True, 65_536, 14.218),
     ("x, attn_out offloaded", True, 65_536, 14.655),
 ]
-FITTED = 4
+FITTED_STEPS = 4
 KERNELS = ("auto", "own", "liger", "compiled")
 STREAMED_AS = {
-    "x offloaded": streamed((), "cpu").name,
-    "x, attn_out offloaded": streamed(("attn_out",), "cpu").name,
-    "x, attn_out, kv": streamed(("attn_out", "kv")).name,
+    "x offloaded": streamed_recipe((), "cpu").name,
+    "x, attn_out offloaded": streamed_recipe(("attn_out",), "cpu").name,
+    "x, attn_out, kv": streamed_recipe(("attn_out", "kv")).name,
 }
 # The streamed rows are those of a prototype of this package, which computed down_proj and queries
 # again, 150 TFLOP, and merged blocks in plain torch, 0.3 TB.
@@ -73,8 +79,13 @@ PROTOTYPE = Work(products=150e12, traffic=0.3e12)
 def counted():
     """Both profiles of the 8B model: layers in plain torch, and with fused kernels."""
     recipes = {
-        False: (CHECKPOINTING, CHECKPOINTING_HEAD),
-        True: (CHECKPOINTING_HEAD, STREAMED[2], STREAMED[3], STREAMED[4]),
+        False: (CHECKPOINTING_RECIPE, CHECKPOINTING_HEAD_RECIPE),
+        True: (
+            CHECKPOINTING_HEAD_RECIPE,
+            STREAMED_RECIPES[2],
+            STREAMED_RECIPES[3],
+            STREAMED_RECIPES[4],
+        ),
     }
 
     def skeleton(fused):
@@ -92,9 +103,9 @@ def row_work(counted, name, fused, length, prototype=True):
     """Of a whole step."""
     profile, base = counted[fused], name.partition(",")[0]
     methods_by_name = {
-        "logits": CHECKPOINTING.name,
-        "head": CHECKPOINTING_HEAD.name,
-        "Liger's head": CHECKPOINTING_HEAD.name,
+        "logits": CHECKPOINTING_RECIPE.name,
+        "head": CHECKPOINTING_HEAD_RECIPE.name,
+        "Liger's head": CHECKPOINTING_HEAD_RECIPE.name,
     }
     parts = work(profile.method(STREAMED_AS.get(name) or methods_by_name[base]), length, 16_384)
     if name == "head, selective":
@@ -115,7 +126,7 @@ def test_every_measured_step_on_an_h200_within_five_percent(counted):
         print(
             f"{name:24} {'fused layers' if fused else 'plain torch':12} {length:>7,} predicted "
             f"{predicted:6.2f} measured {measured:6.2f} {100 * errors[-1]:+5.1f} % "
-            f"{'fitted' if number < FITTED else 'held out'}"
+            f"{'fitted' if number < FITTED_STEPS else 'held out'}"
         )
     assert max(map(abs, errors)) <= 0.05
 
@@ -153,9 +164,9 @@ def test_every_measured_peak_of_the_default_on_an_h100_within_four_percent():
             model = peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules="all-linear"))
         skeleton = Skeleton(model, torch.bfloat16, None, 16, "cuda", "installed", "liger")
         skeleton.own_adapters = True  # as it was measured
-        needs[lora] = auto.StepNeed(survey(skeleton, [streamed()], tree=False).methods[0])
+        needs[lora] = auto.StepNeed(survey(skeleton, [streamed_recipe()], tree=False).methods[0])
     for lora, length, saved, start, measured in PEAKS_H100:
-        phases = needs[lora].by_layer(length, min(length, 16_384), 0.0)
+        phases = needs[lora].bytes_by_layer(length, min(length, 16_384), 0.0)
         predicted = start + sum(peak_of(phases, saved * GIB, QWEN3_8B.num_hidden_layers)) / GIB
         print(
             f"{lora!s:5} {length:>7,} predicted {predicted:.2f} measured {measured:6.2f} "
@@ -165,11 +176,13 @@ def test_every_measured_peak_of_the_default_on_an_h100_within_four_percent():
 
 
 def test_the_rates_are_fitted_on_four_of_the_steps(counted):
-    works = [row_work(counted, name, fused, length) for name, fused, length, _ in MEASURED[:FITTED]]
+    works = [
+        row_work(counted, name, fused, length) for name, fused, length, _ in MEASURED[:FITTED_STEPS]
+    ]
     table = torch.tensor(
         [[w.products, w.forward, w.backward, w.traffic] for w in works], dtype=torch.float64
     )
-    measured = torch.tensor([row[-1] for row in MEASURED[:FITTED]], dtype=torch.float64)
+    measured = torch.tensor([row[-1] for row in MEASURED[:FITTED_STEPS]], dtype=torch.float64)
     fitted = (1 / torch.linalg.solve(table, measured)).tolist()
     print([f"{rate:.4g}" for rate in fitted])
     assert [H200.products, H200.forward, H200.backward, H200.bandwidth] == pytest.approx(
@@ -181,13 +194,13 @@ def test_a_million_tokens_on_eight_h100_within_fifteen_percent(counted):
     """TRL's documented steps of Qwen3-8B took 364 to 380 s, with communication."""
     profile = counted[True]
     setting = Setting(gpus=8, ulysses=8)
-    for name in (CHECKPOINTING_HEAD.name,):
+    for name in (CHECKPOINTING_HEAD_RECIPE.name,):
         predicted = seconds(profile.method(name), 2**20, 2**17, DEVICES["H100"], setting).total
         print(f"{predicted:.0f} s")
         assert 0.85 * 364 <= predicted <= 1.15 * 380
 
 
-def profile_of_small(recipe, config=SMALL, fused=False):
+def profile_of_small(recipe, config=SMALL_CONFIG, fused=False):
     kernels = fused if isinstance(fused, str) else "liger" if fused else "own"
     skeleton = Skeleton(config, torch.bfloat16, None, 16, "cuda", None, kernels)
     return survey(skeleton, [recipe], accumulating=False, tree=False)
@@ -252,7 +265,7 @@ def test_attention_of_windows_is_counted_as_it_is(fused):
     )  # fmt: skip
     length, flops = 65_536, 4 * 2 * 32
     exact = flops * (length**2 / 2 + length * 512 - 512**2 / 2)
-    for recipe in (streamed(), CHECKPOINTING):
+    for recipe in (streamed_recipe(), CHECKPOINTING_RECIPE):
         profile = profile_of_small(recipe, config, fused)
         parts = work(profile.methods[0], length, 8192)
         assert parts["forward"].forward == pytest.approx(exact, rel=0.03)
@@ -260,7 +273,9 @@ def test_attention_of_windows_is_counted_as_it_is(fused):
 
 
 def test_fused_layers_move_less_and_keep_less():
-    plain, fused = (profile_of_small(CHECKPOINTING_HEAD, fused=fused) for fused in (False, True))
+    plain, fused = (
+        profile_of_small(CHECKPOINTING_HEAD_RECIPE, fused=fused) for fused in (False, True)
+    )
     traffic = [
         sum(part.traffic for part in work(p.methods[0], 32_768, 0).values()) for p in (plain, fused)
     ]
@@ -274,7 +289,7 @@ def test_fused_layers_move_less_and_keep_less():
 def test_compiled_regions_move_little_more_than_liger_and_keep_more():
     """Their backward gives new tensors, where Liger's writes over what it is given."""
     own_kernels, liger, compiled = (
-        profile_of_small(streamed(("attn_out",)), fused=kernels) for kernels in KERNELS[1:]
+        profile_of_small(streamed_recipe(("attn_out",)), fused=kernels) for kernels in KERNELS[1:]
     )
     traffic = [
         sum(part.traffic for part in work(p.methods[0], 32_768, 8192).values())
@@ -400,8 +415,8 @@ def test_a_copy_is_the_links_and_no_kernels():
     """What offloading adds to a step: copies out in forward and back in backward; nothing of the
     device's bandwidth."""
     profile = survey(
-        Skeleton(SMALL, torch.bfloat16, None, 16, "cuda"),
-        [streamed(), streamed((), "cpu")],
+        Skeleton(SMALL_CONFIG, torch.bfloat16, None, 16, "cuda"),
+        [streamed_recipe(), streamed_recipe((), "cpu")],
         accumulating=False,
         tree=False,
     )

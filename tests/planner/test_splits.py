@@ -20,7 +20,7 @@ from transformers import Lfm2Config, Qwen3Config
 import streambp
 from streambp.attention.spans import Spans
 from streambp.errors import UnsupportedModelError
-from streambp.model.split import BOTH
+from streambp.model.split import TWO_SPLITS_ERROR
 from streambp.planner import Setting, plan
 from streambp.planner.exchanges import exchange_seconds, link_bytes
 from streambp.planner.laws import Law
@@ -30,8 +30,8 @@ from streambp.planner.profile import (
     ULYSSES,
     Heads,
     Method,
-    Split,
-    available,
+    SequenceSplit,
+    available_methods,
     from_json,
     peak,
     to_json,
@@ -39,7 +39,7 @@ from streambp.planner.profile import (
 from streambp.planner.report import plan_table
 from streambp.planner.skeleton import Skeleton
 from streambp.planner.splits import SplitCount
-from streambp.planner.survey import Counter, streamed, survey
+from streambp.planner.survey import Counter, streamed_recipe, survey
 from streambp.rates import Rates
 from streambp.sharded.shards import Shards
 from tests.distributed.one_rank import give_back
@@ -53,7 +53,7 @@ FIELDS = {ULYSSES: "ulysses", CONTEXT_PARALLEL: "context_parallel"}
 LAYER = {
     "hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
 }  # fmt: skip
-TINY = {
+TINY_SIZES = {
     "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16,
     "num_hidden_layers": 3, "vocab_size": 64,
 }  # fmt: skip
@@ -67,7 +67,7 @@ def counted(config, by, at=None):
     """A streamed step of a model, its layers split in this way; attention kernels take nothing of
     their own."""
     skeleton = Skeleton(config, torch.bfloat16, None, 16, "cuda")
-    recipes = [streamed((), "none", by)]
+    recipes = [streamed_recipe((), "none", by)]
     return survey(
         skeleton, recipes, at=at, kernels=None, accumulating=False, tree=False, timed=False
     )
@@ -112,7 +112,7 @@ def counted_alone(by, ranks, monkeypatch):
 @pytest.mark.parametrize(("by", "ranks"), [(ULYSSES, 8), (CONTEXT_PARALLEL, 16)])
 def test_lines_from_two_ranks_serve_others(by, ranks, monkeypatch):
     """Beside a count on so many ranks, with four times as many as kv heads."""
-    config, point, setting = Qwen3Config(**TINY), (16384, 4096), over(ranks, by)
+    config, point, setting = Qwen3Config(**TINY_SIZES), (16384, 4096), over(ranks, by)
     few_ranks = counted(config, by, point)
     monkeypatch.setattr(Counter, "ranks", lambda counter, recipe: ranks)
     many_ranks = counted(config, by, point)
@@ -153,7 +153,7 @@ def shared(by, layers, queries, keys=8):
     links = {
         name: size for name, size in links.items() if name.startswith("traded") == (by == ULYSSES)
     }
-    split = Split(by, (Heads(queries, keys, 2560),), **links)
+    split = SequenceSplit(by, (Heads(queries, keys, 2560),), **links)
     return Method("streambp", (), "none", False, True, (), (), Law(), (), split)
 
 
@@ -218,7 +218,7 @@ def test_a_plan_says_what_each_rank_does():
     ):
         assert words in text
     assert {row.method for row in base_plan.longest} == {
-        m.name for m in available(profile, setting)
+        m.name for m in available_methods(profile, setting)
     }
     assert any(lever.change == "sequences over 16 ranks" for lever in base_plan.levers)
     restored = from_json(json.loads(json.dumps(to_json(profile))))
@@ -229,7 +229,7 @@ def test_what_a_step_refuses_a_plan_refuses():
     profile = random_profile(0)  # with 48 and 24 heads of queries, 6 and 12 of keys
     for ranks, heads in ((5, 48), (48, 24), (8, 6)):
         with pytest.raises(UnsupportedModelError) as planned:
-            available(profile, over(ranks, ULYSSES))
+            available_methods(profile, over(ranks, ULYSSES))
         with pytest.raises(UnsupportedModelError) as run:
             Shards(None, ranks, 4, Spans.causal(1, 4 * ranks)).queries(
                 torch.empty(1, 7 * ranks + 1, 4, 2, device="meta")
@@ -237,28 +237,30 @@ def test_what_a_step_refuses_a_plan_refuses():
         assert str(planned.value) == str(run.value).replace(
             f"{7 * ranks + 1} attention", f"{heads} attention"
         )
-    assert "kv" in "".join(m.name for m in available(profile, over(6, ULYSSES)))
+    assert "kv" in "".join(m.name for m in available_methods(profile, over(6, ULYSSES)))
     # each kv head twice
-    assert "kv" not in "".join(m.name for m in available(profile, over(12, ULYSSES)) if m.split)
-    with pytest.raises(streambp.StreamBPError, match=re.escape(BOTH)):
+    assert "kv" not in "".join(
+        m.name for m in available_methods(profile, over(12, ULYSSES)) if m.split
+    )
+    with pytest.raises(streambp.StreamBPError, match=re.escape(TWO_SPLITS_ERROR)):
         Setting(gpus=4, ulysses=2, context_parallel=2)
     with pytest.raises(streambp.StreamBPError, match="gpus is 3"):
         Setting(gpus=3, ulysses=2)
     with pytest.raises(streambp.StreamBPError, match="ranks must divide the number of tokens"):
-        plan(Qwen3Config(**TINY), 4097, gpu_memory="1GiB", setting=over(2, ULYSSES))
+        plan(Qwen3Config(**TINY_SIZES), 4097, gpu_memory="1GiB", setting=over(2, ULYSSES))
     unsplit = dataclasses.replace(
         profile, methods=tuple(m for m in profile.methods if m.split is None)
     )
     with pytest.raises(
         streambp.StreamBPError, match="No streamed step was counted with context parallelism"
     ):
-        available(unsplit, over(2, CONTEXT_PARALLEL))
+        available_methods(unsplit, over(2, CONTEXT_PARALLEL))
 
 
 @needs_states
 @pytest.mark.parametrize("by", [ULYSSES, pytest.param(CONTEXT_PARALLEL, marks=pytest.mark.full)])
 def test_layers_with_states_are_refused_for_the_steps_reason(by):
-    shape = {**TINY, "layer_types": ["conv", "full_attention", "conv"]}
+    shape = {**TINY_SIZES, "layer_types": ["conv", "full_attention", "conv"]}
     with pytest.raises(
         streambp.StreamBPError, match=r"goes on from a state.*which another rank's shard ends with"
     ):

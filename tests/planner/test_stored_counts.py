@@ -1,7 +1,7 @@
 """The count of a patched model is stored, and read by the next process of the same model. A file
 that is damaged or wrong costs memory or a count, and changes no number.
 
-covers: planner/counted.py, planner/stored_counts.py
+covers: planner/profile_cache.py, planner/stored_counts.py
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import torch
 from torch import nn
 
 import streambp
-from streambp.known_names import ENGINES
+from streambp.known_names import ENGINE_PACKAGES
 from streambp.offload import free_memory
-from streambp.planner import auto, counted, stored_counts
+from streambp.planner import auto, profile_cache, stored_counts
 from tests.families import LENGTH, build, make_batch
 from tests.offload.runs import assert_same, step
 
-HERE = torch.device("cpu")
+CPU_DEVICE = torch.device("cpu")
 ROOT = Path(__file__).parents[2]
 
 
@@ -65,8 +65,8 @@ def figures_of(model, **settings):
     """What the policy of a newly patched model knows."""
     fields = {"unpatched_runs": False, **settings}
     policy = streambp.patch(model, streambp.StreamConfig(**fields))._streambp.saves_policy
-    policy.begins(HERE)
-    policy.ended()
+    policy.begin_forward(CPU_DEVICE)
+    policy.end_forward()
     return policy.figures
 
 
@@ -79,7 +79,9 @@ def candidates(figures):
 
 def assert_alike(figures, expected):
     assert figures.need == expected.need
-    assert figures.need.by_layer(4096, 1024, 0.5) == expected.need.by_layer(4096, 1024, 0.5)
+    assert figures.need.bytes_by_layer(4096, 1024, 0.5) == expected.need.bytes_by_layer(
+        4096, 1024, 0.5
+    )
     assert figures.seconds(65536, 8192) == expected.seconds(65536, 8192)
     assert figures.costs == expected.costs
     assert len(candidates(figures)) == 3
@@ -131,7 +133,7 @@ def with_forward(model):
     return model
 
 
-CHANGES = {
+COUNT_CHANGES = {
     "frozen": first_frozen,
     "float32": lambda model: model.float(),
     "strides": with_strides,
@@ -152,11 +154,11 @@ def key(model, cast=None, **settings):
     return stored_counts.key_of(model, streambp.StreamConfig(**settings), cast)
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", COUNT_CHANGES)
 def test_what_a_count_depends_on_is_in_its_key(change):
     assert key(tiny()) == key(tiny(seed=5))
-    assert key(CHANGES[change](tiny())) != key(tiny())
-    assert key(CHANGES[change](tiny())) == key(CHANGES[change](tiny(seed=5)))
+    assert key(COUNT_CHANGES[change](tiny())) != key(tiny())
+    assert key(COUNT_CHANGES[change](tiny())) == key(COUNT_CHANGES[change](tiny(seed=5)))
 
 
 def test_adapters_of_another_rank_have_another_key():
@@ -169,10 +171,10 @@ def test_settings_code_and_versions_are_in_the_key(monkeypatch):
     keys.append(key(build("qwen3", dtype=torch.bfloat16, num_hidden_layers=4)))
     keys.append(key(tiny(tie_word_embeddings=True)))
     with monkeypatch.context() as patch:
-        patch.setattr(counted, "_source", lambda: "another release")
+        patch.setattr(profile_cache, "_source", lambda: "another release")
         keys.append(key(model))
     with monkeypatch.context() as patch:
-        patch.setattr(counted.importlib.metadata, "version", lambda package: "0.0")
+        patch.setattr(profile_cache.importlib.metadata, "version", lambda package: "0.0")
         keys.append(key(model))
     mlp = type(model.model.layers[0].mlp)
     with monkeypatch.context() as patch:
@@ -190,7 +192,7 @@ def test_settings_code_and_versions_are_in_the_key(monkeypatch):
 def test_a_patched_model_in_a_step_has_the_key_of_the_first_one(with_deepspeed, monkeypatch):
     """What a patch and a step leave on modules is not in it. Once DeepSpeed is imported, a step
     adds a hook to each layer."""
-    monkeypatch.delitem(sys.modules, ENGINES[0], raising=False)
+    monkeypatch.delitem(sys.modules, ENGINE_PACKAGES[0], raising=False)
     model, keys = tiny(), []
     real = stored_counts.key_of
     monkeypatch.setattr(stored_counts, "key_of", lambda *args: keys.append(real(*args)) or keys[-1])
@@ -199,20 +201,26 @@ def test_a_patched_model_in_a_step_has_the_key_of_the_first_one(with_deepspeed, 
         step(model)
         step(model)
         if with_deepspeed:
-            monkeypatch.setitem(sys.modules, ENGINES[0], types.ModuleType(ENGINES[0]))
+            monkeypatch.setitem(
+                sys.modules, ENGINE_PACKAGES[0], types.ModuleType(ENGINE_PACKAGES[0])
+            )
     assert len(keys) == 2  # once a patch
     assert len(set(keys)) == 1
 
 
 def test_objects_are_described_by_their_classes():
     """No address, and no order of a set, is in a description."""
-    odd = {"set": {"b", "a", "c"}, "object": object(), "map": {"x": [torch.float16, HERE, {1}]}}
-    assert stored_counts.described(odd) == [
+    odd = {
+        "set": {"b", "a", "c"},
+        "object": object(),
+        "map": {"x": [torch.float16, CPU_DEVICE, {1}]},
+    }
+    assert stored_counts.describe_value(odd) == [
         ("map", [("x", ["torch.float16", "cpu", [1]])]),
         ("object", "builtins.object"),
         ("set", ["a", "b", "c"]),
     ]
-    assert stored_counts.described([[[[[1]]]]]) == [[[["builtins.list"]]]]
+    assert stored_counts.describe_value([[[[[1]]]]]) == [[[["builtins.list"]]]]
 
 
 PROGRAM = """
@@ -247,8 +255,8 @@ def test_two_processes_find_the_same_key():
 
 def signed(data):
     """The text of a file with these entries, as it is written."""
-    entries = {name: value for name, value in data.items() if name != counted.DIGEST}
-    return json.dumps({**entries, counted.DIGEST: counted._digest(entries)})
+    entries = {name: value for name, value in data.items() if name != profile_cache.DIGEST_ENTRY}
+    return json.dumps({**entries, profile_cache.DIGEST_ENTRY: profile_cache._digest(entries)})
 
 
 def truncated_text(data):
@@ -266,7 +274,7 @@ def older(data):
 
 
 def unsigned(data):
-    del data[counted.DIGEST]
+    del data[profile_cache.DIGEST_ENTRY]
     return json.dumps(data)
 
 
@@ -375,7 +383,7 @@ def test_a_file_in_place_of_the_folder_is_not_worth_a_line(counts, cache, caplog
 @pytest.mark.parametrize("broken", ["key_of", "read", "store"])
 def test_no_trouble_with_files_ends_a_step(broken, monkeypatch, cache):
     """Neither does a model that cannot be described, a missing home, or a full disk."""
-    names = {"key_of": "_module", "read": "folder", "store": "write"}
+    names = {"key_of": "_module", "read": "folder", "store": "write_file"}
 
     def fails(*_):
         raise RuntimeError("no such thing")
@@ -386,7 +394,7 @@ def test_no_trouble_with_files_ends_a_step(broken, monkeypatch, cache):
 
 
 def test_old_files_go(cache, monkeypatch):
-    monkeypatch.setattr(stored_counts, "MOST_FILES", 2)
+    monkeypatch.setattr(stored_counts, "MAX_FILES", 2)
     cache.mkdir(parents=True)
     for number in range(3):
         (cache / f"{number}.json").write_text("{}")
@@ -456,12 +464,12 @@ def test_mutant_of_the_key_turns_a_test_red(mutant, monkeypatch, counts):
 
 
 def test_mutant_that_believes_every_file_turns_a_test_red(monkeypatch, counts, cache, caplog):
-    monkeypatch.setattr(counted, "_digest", lambda entries: "")
+    monkeypatch.setattr(profile_cache, "_digest", lambda entries: "")
     with pytest.raises((AssertionError, TypeError)):
         test_a_file_that_is_no_count_is_ignored_with_one_line(no_number, counts, cache, caplog)
 
 
 def test_mutant_that_stores_nothing_turns_a_test_red(monkeypatch, counts, cache):
-    monkeypatch.setattr(stored_counts, "write", lambda *_: None)
+    monkeypatch.setattr(stored_counts, "write_file", lambda *_: None)
     with pytest.raises((AssertionError, FileNotFoundError)):
         test_the_next_process_of_a_model_reads_what_was_counted(counts, cache)

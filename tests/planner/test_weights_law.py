@@ -22,7 +22,7 @@ from streambp.offload.engines import Engine
 from streambp.planner import Setting
 from streambp.planner.count import StepCount
 from streambp.planner.estimate import estimate
-from streambp.planner.plan import with_weights_on_host
+from streambp.planner.plan import put_weights_on_host
 from streambp.planner.profile import peak
 from streambp.planner.skeleton import Skeleton
 from streambp.planner.step import run_step
@@ -92,7 +92,7 @@ def counted(config, rank, monkeypatch):
         }
         for layer_weights in weights.ranges.layers.values():
             if layer_weights.trains:  # so are buffers
-                buffer = gradients.Buffer(torch.empty_like(layer_weights.memory))
+                buffer = gradients.GradientBuffer(torch.empty_like(layer_weights.memory))
                 weights._buffers.append(buffer)
         spans = run_step(model, layers, loss, StepCount("cudnn"))
     resident = sum(p.nbytes for p in model.parameters() if id(p) not in host_tensors)
@@ -105,7 +105,7 @@ def test_the_law_is_within_three_percent(name, monkeypatch):
     config, rank = CASES[name]
     profile = estimate(config, LENGTH, chunk_size=CHUNK, lora=rank).profile
     method = next(method for method in profile.methods if method.name == "streambp")
-    setting = with_weights_on_host(profile, Setting(optimizer=0, weights="cpu"))
+    setting = put_weights_on_host(profile, Setting(optimizer=0, weights="cpu"))
     expected = peak(profile, method, LENGTH, CHUNK, setting)
     weights, peak_bytes = counted(config, rank, monkeypatch)
     host_bytes = weights.ranges.bytes + sum(

@@ -18,13 +18,26 @@ from streambp.offload.ranges import bytes_on_host
 from streambp.planner import Memory, Setting
 from streambp.planner.count import StepCount
 from streambp.planner.estimate import estimate
-from streambp.planner.host_weights import MOVED, fewest, first, with_copies
-from streambp.planner.launch_commands import doors
+from streambp.planner.host_weights import (
+    HOST_WEIGHTS_SUFFIX,
+    add_copies,
+    fewest_layers,
+    first_layers,
+)
+from streambp.planner.launch_commands import launcher_settings
 from streambp.planner.laws import Law
-from streambp.planner.plan import plan_profile, with_weights_on_host
-from streambp.planner.profile import Group, Method, Phase, from_json, peak, static, to_json
+from streambp.planner.plan import plan_profile, put_weights_on_host
+from streambp.planner.profile import (
+    Method,
+    ParameterGroup,
+    Phase,
+    bytes_between_steps,
+    from_json,
+    peak,
+    to_json,
+)
 from streambp.planner.report import plan_table
-from streambp.planner.seconds import hides_from, seconds
+from streambp.planner.seconds import min_hiding_length, seconds
 from streambp.planner.skeleton import Skeleton
 from streambp.planner.suggestions import Training, remedies
 from streambp.planner.work import Work
@@ -46,20 +59,20 @@ def small_profile():
     work = (*made_work(3, 0.5, "forward"), *made_work(9, 1.5))
     born = Phase("backward 0", Law(200_000, 8, 5), 100_000)
     method = Method("streambp", (), "none", False, True, (born,), (born,), Law(), work)
-    group = Group("dense", 5_500_000, (LAYERS + 1) * SIZE, 50_000, 100_000)
+    group = ParameterGroup("dense", 5_500_000, (LAYERS + 1) * SIZE, 50_000, 100_000)
     return dataclasses.replace(made_up(groups=(group,), methods=(method,)), frozen=SIZES)
 
 
 def test_as_few_layers_as_it_takes():
-    assert fewest(SIZES, SIZE).layers == 3  # two more are at work
-    assert fewest(SIZES, SIZE + 1).layers == 4
-    assert fewest(SIZES, 100 * SIZE) == first(SIZES, LAYERS)
-    assert first(SIZES, LAYERS).freed == 8 * SIZE
-    assert first((5, 7, 3), 3).last == 10
-    assert first((5, 7, 3), 3).largest == 7
+    assert fewest_layers(SIZES, SIZE).layers == 3  # two more are at work
+    assert fewest_layers(SIZES, SIZE + 1).layers == 4
+    assert fewest_layers(SIZES, 100 * SIZE) == first_layers(SIZES, LAYERS)
+    assert first_layers(SIZES, LAYERS).freed == 8 * SIZE
+    assert first_layers((5, 7, 3), 3).last == 10
+    assert first_layers((5, 7, 3), 3).largest == 7
     # of 4 bits, with a layer's decoded weights
-    assert first((5, 7, 3), 3, 4).freed == 15 - 2 * 7 - 4
-    assert fewest(SIZES, SIZE, SIZE).layers == 4
+    assert first_layers((5, 7, 3), 3, 4).freed == 15 - 2 * 7 - 4
+    assert fewest_layers(SIZES, SIZE, SIZE).layers == 4
 
 
 def test_copies_are_those_of_layers_on_the_host():
@@ -68,12 +81,16 @@ def test_copies_are_those_of_layers_on_the_host():
         "backward": Work(300.0),
         "head": Work(5.0),
     }
-    works = with_copies(step, first(SIZES, 5))
+    works = add_copies(step, first_layers(SIZES, 5))
     assert works["forward"] == Work(50.0, traffic=5.0, from_host=2.0)
-    assert works["forward" + MOVED] == Work(50.0, traffic=5.0, from_host=2.0 + 5 * SIZE)
-    assert works["backward" + MOVED].from_host == 3 * SIZE  # the last two are there still
+    assert works["forward" + HOST_WEIGHTS_SUFFIX] == Work(
+        50.0, traffic=5.0, from_host=2.0 + 5 * SIZE
+    )
+    assert (
+        works["backward" + HOST_WEIGHTS_SUFFIX].from_host == 3 * SIZE
+    )  # the last two are there still
     assert works["head"] == step["head"]
-    assert with_copies(step, None) == step
+    assert add_copies(step, None) == step
 
 
 def test_weights_go_to_the_host_where_a_step_does_not_fit_otherwise():
@@ -88,7 +105,7 @@ def test_weights_go_to_the_host_where_a_step_does_not_fit_otherwise():
         assert choice.on_host.layers == layers, gpu_bytes
         assert choice.peak.total <= gpu_bytes
         assert choice.config.weights == ("cpu" if layers == LAYERS else "auto")
-        assert choice.peak.weights == 11 * SIZE - first(SIZES, layers).freed
+        assert choice.peak.weights == 11 * SIZE - first_layers(SIZES, layers).freed
         assert choice.peak.host == layers * SIZE
         assert plan_profile(profile, length, memory, Setting(weights="device")).choice is None
         assert (
@@ -111,7 +128,7 @@ def test_deepspeed_is_no_door(options, advice):
     """It starts a process group, in which weights on the host are refused."""
     setting = Setting(**options)
     choice = plan_profile(small_profile(), 1000, Memory(8_000_000, None, 0.0), setting).choice
-    text = doors(choice, setting)["DeepSpeed"]
+    text = launcher_settings(choice, setting)["DeepSpeed"]
     assert text.startswith("not with weights on the host")
     assert ("on_host=True" in text) == advice
 
@@ -120,12 +137,12 @@ def test_seconds_are_the_longer_of_kernels_and_copies():
     profile = small_profile()
     method = profile.methods[0]
     slow = dataclasses.replace(RATES, link=1e6)
-    resident, on_host = Setting(), Setting(on_host=first(SIZES, LAYERS))
+    resident, on_host = Setting(), Setting(on_host=first_layers(SIZES, LAYERS))
     # ten layers, and eight of them again
     assert seconds(method, 1000, 100, slow, on_host).total >= 18.0
-    hidden = hides_from(method, 100, RATES, on_host)
+    hidden = min_hiding_length(method, 100, RATES, on_host)
     assert hidden is not None
-    assert hides_from(method, 100, dataclasses.replace(RATES, link=1e-6), on_host) is None
+    assert min_hiding_length(method, 100, dataclasses.replace(RATES, link=1e-6), on_host) is None
     for length, as_long in ((hidden, True), (max(1, hidden - 1), hidden == 1)):
         ours = seconds(method, length, min(100, length), RATES, on_host).total
         is_equal = ours == pytest.approx(
@@ -178,7 +195,7 @@ def test_the_law_holds_on_a_model():
         config, length, chunk_size=chunk, lora=4, device="cpu", dtype=torch.float32
     ).profile
     method = next(method for method in profile.methods if method.name == "streambp")
-    setting = Setting(optimizer=0, on_host=first(profile.frozen, len(profile.frozen)))
+    setting = Setting(optimizer=0, on_host=first_layers(profile.frozen, len(profile.frozen)))
     expected = peak(profile, method, length, chunk, setting)
 
     model = with_adapters(build("llama", **CONFIG), rank=4).train()
@@ -195,7 +212,7 @@ def test_the_law_holds_on_a_model():
     }
     on_device = sum(p.nbytes for p in model.parameters() if id(p) not in on_host)
     assert weights.ranges.bytes == pytest.approx(expected.host, rel=0.01)
-    assert static(profile, setting).weights == pytest.approx(
+    assert bytes_between_steps(profile, setting).weights == pytest.approx(
         on_device + weights.device_bytes, rel=0.01
     )
     peak_bytes = on_device + weights.device_bytes + counted_step(model, ids)
@@ -233,8 +250,8 @@ def test_bytes_of_weights_of_few_bits():
     assert profiles[0].decoded == sum(sizes[:-1])
     assert min(profiles[0].frozen) > 0
     assert profiles[1].frozen == ()
-    assert with_weights_on_host(profiles[0], Setting()).on_host.decoded == profiles[0].decoded
-    assert with_weights_on_host(profiles[1], Setting()) is None
+    assert put_weights_on_host(profiles[0], Setting()).on_host.decoded == profiles[0].decoded
+    assert put_weights_on_host(profiles[1], Setting()) is None
 
 
 LLAMA_70B = {
@@ -280,7 +297,7 @@ GPT_OSS_120B = {
 LORA, FULL = ("--lora", "16"), ("--full", "--weights", "cpu", "--optimizer-on-host")
 # GiB of the device and of the host and seconds on an RTX 4090 at 65,536 tokens, and what ends a
 # longer sequence.
-PLANNED = {
+PLANNED_BYTES = {
     "Llama-70B, LoRA": (LLAMA_70B, LORA, 21.8, 304.0, 414, "backward 79"),
     "Qwen3-32B, LoRA": (QWEN_32B, LORA, 21.9, 169.1, 269, "backward 63"),
     "gpt-oss-120b, LoRA": (GPT_OSS_120B, LORA, 18.6, 251.2, 50.4, "head"),
@@ -289,9 +306,9 @@ PLANNED = {
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", PLANNED)
+@pytest.mark.parametrize("name", PLANNED_BYTES)
 def test_the_command_says_what_24_gib_take(name, tmp_path, capsys):
-    config, how, device, host, seconds, binds = PLANNED[name]
+    config, how, device, host, seconds, binds = PLANNED_BYTES[name]
     file = tmp_path / "config.json"
     file.write_text(json.dumps(config))
     assert (

@@ -24,7 +24,7 @@ import streambp
 from streambp.prefixes import arguments, calls
 from tests import zoo
 from tests.families import VOCABULARY
-from tests.oracle import EXACT, worst_error
+from tests.oracle import MAX_FLOAT64_ERROR, worst_error
 from tests.prefixes.test_calls import float64_everywhere, tokens_or_reason  # noqa: F401 - a fixture
 from tests.prefixes.test_padding import SHAPES, any_saving, build, make  # noqa: F401 - a fixture
 from tests.seeds import seed_torch, seeded
@@ -59,7 +59,7 @@ def check(stock, run, rows="packed", **settings):
     )
     (expected_loss, expected), (loss, our_gradients) = step(stock, run), step(ours, run)
     assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
-    assert worst_error(our_gradients, expected) <= EXACT
+    assert worst_error(our_gradients, expected) <= MAX_FLOAT64_ERROR
     return ours
 
 
@@ -123,7 +123,7 @@ def test_types_of_tokens_beside_padding():
 
 
 def test_types_that_are_not_compared_are_found(monkeypatch):
-    monkeypatch.setattr(calls, "known_by", lambda kwargs: kwargs["input_ids"])
+    monkeypatch.setattr(calls, "token_numbers", lambda kwargs: kwargs["input_ids"])
     with pytest.raises(AssertionError):
         test_types_of_tokens(False)
 
@@ -191,15 +191,15 @@ def qwen3_vl():
     return Qwen3VLForConditionalGeneration(config).train()
 
 
-VISIBLE = {"Qwen2.5-VL": (qwen2_5_vl, 96), "Qwen3-VL": (qwen3_vl, 96)}
+VISION_MODELS = {"Qwen2.5-VL": (qwen2_5_vl, 96), "Qwen3-VL": (qwen3_vl, 96)}
 
 
 @pytest.mark.fast("auto-left-Qwen3-VL", "packed-right-Qwen2.5-VL")
-@pytest.mark.parametrize("model", VISIBLE)
+@pytest.mark.parametrize("model", VISION_MODELS)
 @pytest.mark.parametrize("padding", ["left", "right"])
 @pytest.mark.parametrize("rows", ["packed", "auto"])
 def test_images_with_three_positions_for_each_token(model, padding, rows):
-    build, patch = VISIBLE[model]
+    build, patch = VISION_MODELS[model]
     pixels = torch.randn(8, patch, generator=seeded(1))
     ours = check(build(), lambda m: m(**qwen_images(padding), pixel_values=pixels).loss, rows)
     assert tokens_or_reason(ours) == (46, 46)

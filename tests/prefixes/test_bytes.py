@@ -1,7 +1,7 @@
 """Bytes that layers keep of a padded batch, in real steps on a CPU whose storages are tracked:
 those of its tokens.
 
-covers: prefixes/calls.py, layer/saved.py
+covers: prefixes/calls.py, layer/saved_tensors.py
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Calls whose rows share prefixes against the unpatched batch in float64, and those that compute
 rows instead.
 
-covers: prefixes/calls.py, prefixes/admission.py, prefixes/spread.py, attention/masks.py,
+covers: prefixes/calls.py, prefixes/admission.py, prefixes/row_outputs.py, attention/masks.py,
 head/token_positions.py, model/wrappers.py
 """
 
@@ -19,24 +19,24 @@ from torch.utils._pytree import tree_leaves
 
 import streambp
 from streambp.admission import third_party
-from streambp.attention.spans import Run
+from streambp.attention.spans import QueryRun
 from streambp.errors import BackwardError, StreamBPError
 from streambp.head.token_positions import take_rows
 from streambp.model import wrappers
-from streambp.prefixes import admission, calls, spread
-from streambp.prefixes.tree import MIN_SHARED_TOKENS, Tree, find_tree
+from streambp.prefixes import admission, calls, row_outputs
+from streambp.prefixes.tree import MIN_SHARED_TOKENS, PrefixTree, find_tree
 from tests import families, zoo
 from tests.admission.test_side_effects import Reassigned
-from tests.conftest import SHARING
+from tests.conftest import SHARES_PREFIXES
 from tests.counting import LinearFlops
 from tests.families import VOCABULARY
-from tests.oracle import EXACT, gradients, lift_float32_casts, worst_error
+from tests.oracle import MAX_FLOAT64_ERROR, gradients, lift_float32_casts, worst_error
 from tests.prefixes.batches import MODES, PROMPT, counted, make_batch, real
 from tests.seeds import seeded
 from tests.versions import needs_indexers
 from tests.what_programs_do import Calibrated, Noisy, Running
 
-LEAST_HERE = 8
+TEST_MIN_PREFIX = 8
 MOES = {"gpt_oss": {"output_router_logits": True}, "qwen3_moe": {"output_router_logits": True}}
 FAMILIES = ("llama", "qwen3", "mistral", "gemma2", "gemma3", *MOES, "gpt2", "gemma3n_text")
 
@@ -44,8 +44,10 @@ FAMILIES = ("llama", "qwen3", "mistral", "gemma2", "gemma3", *MOES, "gpt2", "gem
 @pytest.fixture(autouse=True)
 def float64_everywhere(float64_oracle, monkeypatch):
     torch.set_default_dtype(torch.float64)
-    monkeypatch.setattr(calls, "find_tree", functools.partial(find_tree, min_prefix=LEAST_HERE))
-    monkeypatch.setattr(calls, "A_CHUNK", 0)
+    monkeypatch.setattr(
+        calls, "find_tree", functools.partial(find_tree, min_prefix=TEST_MIN_PREFIX)
+    )
+    monkeypatch.setattr(calls, "CHUNK_OVERHEAD_TOKENS", 0)
     yield
     torch.set_default_dtype(torch.float32)
 
@@ -91,7 +93,7 @@ def check(model, family, mode, **batch):
     expected_loss, expected = reference(family, mode)
     loss, our_gradients = gradients(model, **(batch or make_batch(mode)))
     assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
-    assert worst_error(our_gradients, expected) <= EXACT
+    assert worst_error(our_gradients, expected) <= MAX_FLOAT64_ERROR
     if mode == "nothing shared":
         assert "saves too little" in tokens_or_reason(model)
     else:
@@ -179,7 +181,7 @@ def test_a_loss_of_logits_with_a_weight_for_each_row(mode, lazy):
         policy_loss(model, batch) for model in (stock, ours)
     )
     assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
-    assert worst_error(our_gradients, expected) <= EXACT
+    assert worst_error(our_gradients, expected) <= MAX_FLOAT64_ERROR
     assert tokens_or_reason(ours) == counted(batch)
 
 
@@ -212,7 +214,7 @@ def test_logits_of_the_last_tokens(lazy):
         assert logits.shape[1] == last_tokens
         (torch.log_softmax(logits, -1) ** 2 * is_token).sum().backward()
         both_gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
-    assert worst_error(both_gradients[1], both_gradients[0]) <= EXACT
+    assert worst_error(both_gradients[1], both_gradients[0]) <= MAX_FLOAT64_ERROR
     assert tokens_or_reason(ours) == counted(batch)
 
 
@@ -234,7 +236,7 @@ def test_log_probs_of_labels():
     our_gradients, stock_gradients = (
         {name: p.grad for name, p in model.named_parameters()} for model in (ours, stock)
     )
-    assert worst_error(our_gradients, stock_gradients) <= EXACT
+    assert worst_error(our_gradients, stock_gradients) <= MAX_FLOAT64_ERROR
     assert tokens_or_reason(ours) == counted(batch)
 
 
@@ -278,7 +280,9 @@ def test_rows_with_other_padding_share_where_positions_say_so():
     batch = {"input_ids": ids, "attention_mask": mask, "labels": labels, "position_ids": positions}
     stock = build("mistral")
     ours = sharing(stock)
-    assert worst_error(gradients(ours, **batch)[1], gradients(stock, **batch)[1]) <= EXACT
+    assert (
+        worst_error(gradients(ours, **batch)[1], gradients(stock, **batch)[1]) <= MAX_FLOAT64_ERROR
+    )
     rows, tree = tokens_or_reason(ours)
     assert rows - tree == 3 * PROMPT
 
@@ -307,7 +311,9 @@ def test_rotary_embeddings_that_look_at_the_longest_row(rope):
         "llama", torch.float64, rope_parameters=scaling, max_position_embeddings=length - 1
     )
     ours = sharing(stock)
-    assert worst_error(gradients(ours, **batch)[1], gradients(stock, **batch)[1]) <= EXACT
+    assert (
+        worst_error(gradients(ours, **batch)[1], gradients(stock, **batch)[1]) <= MAX_FLOAT64_ERROR
+    )
     assert isinstance(tokens_or_reason(ours), tuple)
 
 
@@ -315,7 +321,8 @@ def rows_instead(stock, batch, expected=None, **settings):
     """The step is exact, and why rows were computed."""
     ours = sharing(stock, **settings)
     assert (
-        worst_error(gradients(ours, **batch)[1], expected or gradients(stock, **batch)[1]) <= EXACT
+        worst_error(gradients(ours, **batch)[1], expected or gradients(stock, **batch)[1])
+        <= MAX_FLOAT64_ERROR
     )
     return tokens_or_reason(ours)
 
@@ -340,7 +347,9 @@ def test_opt_shares_without_padding():
     stock = zoo.build("opt")
     ours = sharing(stock)
     batch = make_batch("plain")
-    assert worst_error(gradients(ours, **batch)[1], gradients(stock, **batch)[1]) <= EXACT
+    assert (
+        worst_error(gradients(ours, **batch)[1], gradients(stock, **batch)[1]) <= MAX_FLOAT64_ERROR
+    )
     assert tokens_or_reason(ours) == counted(batch)
 
 
@@ -466,7 +475,7 @@ def test_a_layer_that_begins_to_mix_tokens_later(offload, trusted):
         )
     expected = gradients(stock, **batch)[1]
     for _ in range(3):
-        assert worst_error(gradients(ours, **batch)[1], expected) <= EXACT
+        assert worst_error(gradients(ours, **batch)[1], expected) <= MAX_FLOAT64_ERROR
         assert "does not run in chunks" in tokens_or_reason(ours)
 
 
@@ -477,7 +486,7 @@ def test_one_rank_among_several_does_not_begin_again(monkeypatch, trusted):
         lambda _, args: (args[0] + args[0].roll(1, 1),)
     )
     monkeypatch.setattr(calls, "must_agree", lambda module: True)
-    monkeypatch.setattr(calls, "everyones_numbers", lambda module, mine, device: [mine, mine])
+    monkeypatch.setattr(calls, "gather_numbers", lambda module, mine, device: [mine, mine])
     with pytest.raises(StreamBPError, match="other ranks wait"):
         ours(**batch)
 
@@ -500,7 +509,7 @@ def test_a_trial_that_fails_in_a_layer_goes_on(error, ranks_agree, monkeypatch):
 
     monkeypatch.setattr(wrappers.LayerForward, "_call", in_layer)
     monkeypatch.setattr(calls, "must_agree", lambda module: ranks_agree)
-    monkeypatch.setattr(calls, "everyones_numbers", lambda module, mine, device: [mine, mine])
+    monkeypatch.setattr(calls, "gather_numbers", lambda module, mine, device: [mine, mine])
     monkeypatch.setattr(
         third_party, "HOOKS_ARE_HARMLESS", (*third_party.HOOKS_ARE_HARMLESS, "tests")
     )
@@ -508,7 +517,7 @@ def test_a_trial_that_fails_in_a_layer_goes_on(error, ranks_agree, monkeypatch):
         layer.register_forward_hook(
             lambda *_: None if torch.is_grad_enabled() else next(count) and None
         )
-    assert worst_error(gradients(ours, **batch)[1], expected) <= EXACT
+    assert worst_error(gradients(ours, **batch)[1], expected) <= MAX_FLOAT64_ERROR
     assert tokens_or_reason(ours).startswith(
         f"a trial on a few random tokens failed ({type(error).__name__}: "
     )
@@ -523,7 +532,7 @@ def test_a_rank_without_memory_around_layers_ends_its_forward(monkeypatch):
     another."""
     ours, batch = sharing(build("llama")), make_batch("plain")
     monkeypatch.setattr(calls, "must_agree", lambda module: True)
-    monkeypatch.setattr(calls, "everyones_numbers", lambda module, mine, device: [mine, mine])
+    monkeypatch.setattr(calls, "gather_numbers", lambda module, mine, device: [mine, mine])
 
     def without_memory(module, args):
         if not torch.is_grad_enabled():
@@ -547,12 +556,12 @@ def test_a_rank_with_one_row_makes_the_trials_of_the_others(ranks, monkeypatch):
     )
     batch["attention_mask"] = torch.ones_like(batch["input_ids"])
     trials = []
-    real_try = admission.Trials._try
-    monkeypatch.setattr(admission.Trials, "_try", lambda *args: trials.append(1) or real_try(*args))
-    monkeypatch.setattr(calls, "must_agree", lambda module: ranks > 1)
+    real_try = admission.PackedRowTrials._try
     monkeypatch.setattr(
-        calls, "everyones_numbers", lambda module, mine, device: [mine, [mine[0], 1]]
+        admission.PackedRowTrials, "_try", lambda *args: trials.append(1) or real_try(*args)
     )
+    monkeypatch.setattr(calls, "must_agree", lambda module: ranks > 1)
+    monkeypatch.setattr(calls, "gather_numbers", lambda module, mine, device: [mine, [mine[0], 1]])
     for _ in range(2):
         ours(**batch)
         assert "saves too little" in tokens_or_reason(ours)
@@ -565,8 +574,10 @@ def test_ranks_try_a_kind_of_call_together_or_not_at_all(other_rank, monkeypatch
     """Under ZeRO-3 and FSDP2 a trial's forwards gather weights, which takes all ranks. [Note: what
     a rank decides alone]"""
     ours, batch, trials = sharing(build("llama")), make_batch("plain"), []
-    real_try = admission.Trials._try
-    monkeypatch.setattr(admission.Trials, "_try", lambda *args: trials.append(1) or real_try(*args))
+    real_try = admission.PackedRowTrials._try
+    monkeypatch.setattr(
+        admission.PackedRowTrials, "_try", lambda *args: trials.append(1) or real_try(*args)
+    )
     monkeypatch.setattr(calls, "must_agree", lambda module: True)
 
     def everyones_numbers(module, mine, device):
@@ -577,14 +588,12 @@ def test_ranks_try_a_kind_of_call_together_or_not_at_all(other_rank, monkeypatch
             ],
         ]
 
-    monkeypatch.setattr(calls, "everyones_numbers", everyones_numbers)
+    monkeypatch.setattr(calls, "gather_numbers", everyones_numbers)
     for _ in range(2):
         ours(**batch)
         assert len(trials) == (1 if other_rank == "alike" else 0)
         assert (tokens_or_reason(ours) == counted(batch)) == (other_rank == "alike")
-    monkeypatch.setattr(
-        calls, "everyones_numbers", lambda module, mine, device: [mine, [mine[0], 1]]
-    )
+    monkeypatch.setattr(calls, "gather_numbers", lambda module, mine, device: [mine, [mine[0], 1]])
     ours(**batch)  # what all know but one is tried again by all
     assert len(trials) == (2 if other_rank == "alike" else 1)
     assert tokens_or_reason(ours) == counted(batch)
@@ -628,8 +637,10 @@ def test_overflow_is_left_to_the_program():
 def test_one_trial_for_each_kind_of_call(monkeypatch):
     ours, batch = sharing(build("llama")), make_batch("padded")
     trials = []
-    real_try = admission.Trials._try
-    monkeypatch.setattr(admission.Trials, "_try", lambda *args: trials.append(1) or real_try(*args))
+    real_try = admission.PackedRowTrials._try
+    monkeypatch.setattr(
+        admission.PackedRowTrials, "_try", lambda *args: trials.append(1) or real_try(*args)
+    )
     modes = [module.training for module in ours.modules()]
     for _ in range(2):
         gradients(ours, **batch)
@@ -666,7 +677,7 @@ def test_sums_at_branches_are_wide():
     ids = torch.arange(MIN_SHARED_TOKENS).repeat(300, 1)
     tree = find_tree(ids)
     x = torch.zeros(1, tree.length, 2, dtype=torch.bfloat16, requires_grad=True)
-    spread.spread(x, tree).sum().backward()
+    row_outputs.spread_output(x, tree).sum().backward()
     assert x.grad.unique().tolist() == [300.0]
     take_rows(x[0], tree.token_positions(x.device)).sum().backward()
     assert x.grad.unique().tolist() == [600.0]
@@ -729,58 +740,62 @@ def test_labelled_tokens_that_rows_share_are_scored_once(arguments):
 @pytest.mark.full
 def test_a_head_that_reads_rows_is_found(monkeypatch):
     def mutant(x, tree):
-        return spread.LazyHidden.make(spread.spread(x.source, tree), x.recipe, x.dtype)
+        return row_outputs.LazyHidden.make(
+            row_outputs.spread_output(x.source, tree), x.recipe, x.dtype
+        )
 
-    monkeypatch.setattr(spread, "_at_places", mutant)
+    monkeypatch.setattr(row_outputs, "_copy_lazy_rows", mutant)
     max_rows, _, rows = most_rows(labelled)
     assert max_rows >= rows
 
 
 def half_sums(ctx, grad):
     total = grad.new_zeros(ctx.tree.length, *grad.shape[2:])
-    for row, columns, positions in spread._places(ctx.tree):
+    for row, columns, positions in row_outputs._row_pieces(ctx.tree):
         total[positions] += grad[row, columns]
     return total, None
 
 
 def packed_positions(monkeypatch):
-    real_packed = calls.packed
+    real_packed = calls.pack_arguments
 
     def mutant(kwargs, tree):
         arguments = real_packed(kwargs, tree)
         return {**arguments, "position_ids": torch.arange(arguments["input_ids"].shape[1])[None]}
 
-    monkeypatch.setattr(calls, "packed", mutant)
+    monkeypatch.setattr(calls, "pack_arguments", mutant)
     check(sharing(build("llama")), "llama", "plain")
 
 
 def no_shift(monkeypatch):
-    real_pieces = Tree._shared_runs_within
+    real_pieces = PrefixTree._shared_runs_within
     monkeypatch.setattr(
-        Tree,
+        PrefixTree,
         "_shared_runs_within",
-        lambda self, w: (Run(r.q0, r.q1, r.k0, r.k1) for r in real_pieces(self, w)),
+        lambda self, w: (QueryRun(r.q0, r.q1, r.k0, r.k1) for r in real_pieces(self, w)),
     )
     check(sharing(build("mistral")), "mistral", "deep")
 
 
 def a_sibling(monkeypatch):
-    real_pieces = Tree._shared_runs
+    real_pieces = PrefixTree._shared_runs
     monkeypatch.setattr(
-        Tree,
+        PrefixTree,
         "_shared_runs",
-        lambda self: (Run(r.q0, r.q1, r.k0, min(r.k1 + 1, r.q0)) for r in real_pieces(self)),
+        lambda self: (QueryRun(r.q0, r.q1, r.k0, min(r.k1 + 1, r.q0)) for r in real_pieces(self)),
     )
     check(sharing(build("llama")), "llama", "deep")
 
 
 def sums_in_half_precision(monkeypatch):
-    monkeypatch.setattr(spread.Spread, "backward", staticmethod(half_sums))
+    monkeypatch.setattr(row_outputs.TokenCopies, "backward", staticmethod(half_sums))
     test_sums_at_branches_are_wide()
 
 
 def any_prefix_shares(monkeypatch):
-    monkeypatch.setattr(calls, "find_tree", functools.partial(find_tree, min_prefix=1, saves=0.0))
+    monkeypatch.setattr(
+        calls, "find_tree", functools.partial(find_tree, min_prefix=1, min_savings=0.0)
+    )
     test_with_nothing_shared_the_step_is_that_of_rows("llama")
 
 
@@ -803,12 +818,12 @@ def test_a_trial_leaves_no_trace(module, trusted):
     (_, expected), (_, our_gradients) = (
         gradients(model, **make_batch("plain")) for model in (stock, ours)
     )
-    assert worst_error(our_gradients, expected) <= EXACT
+    assert worst_error(our_gradients, expected) <= MAX_FLOAT64_ERROR
     assert isinstance(tokens_or_reason(ours), str)
     assert all(map(torch.equal, stock.buffers(), ours.buffers()))
 
 
-@pytest.mark.skipif(SHARING, reason="STREAMBP_TEST_ROWS changes the default")
+@pytest.mark.skipif(SHARES_PREFIXES, reason="STREAMBP_TEST_ROWS changes the default")
 def test_the_default_is_silent_where_there_is_nothing_to_pack():
     ours = streambp.patch(build("llama"))
     batch = make_batch("nothing shared")

@@ -16,8 +16,8 @@ import torch
 
 from streambp.attention import spans
 from streambp.attention.kernels import FLASH
-from streambp.attention.spans import Run, Spans
-from streambp.prefixes.tree import Tree, find_tree
+from streambp.attention.spans import QueryRun, Spans
+from streambp.prefixes.tree import PrefixTree, find_tree
 from tests.attention.meta_runs import run
 from tests.seeds import seed_of
 
@@ -33,7 +33,7 @@ def group(branches):
     ids = torch.arange(PROMPT + length).repeat(branches, 1)
     ids[:, PROMPT:] += PROMPT * torch.arange(1, branches + 1)[:, None]
     tree = find_tree(ids)
-    assert isinstance(tree, Tree)
+    assert isinstance(tree, PrefixTree)
     assert tree.length == PROMPT + TOKENS
     return tree
 
@@ -47,7 +47,9 @@ def calls(monkeypatch, branches):
     for operator, queries, keys, _ in recorder.calls:
         if operator.startswith("cudnn"):
             for length in (queries, keys):
-                assert length % spans.GRID == 0 or (length >= 256 and length & (length - 1) == 0)
+                assert length % spans.BLOCK_LENGTH_MULTIPLE == 0 or (
+                    length >= 256 and length & (length - 1) == 0
+                )
     return Counter(operator for operator, *_ in recorder.calls)
 
 
@@ -79,7 +81,7 @@ def padded(rows, mean):
     starts = torch.tensor([sum(lengths[:row]) for row in range(rows)])[:, None]
     column = torch.arange(max(lengths))
     tree = find_tree(starts + column, (column < torch.tensor(lengths)[:, None]).long())
-    assert isinstance(tree, Tree)
+    assert isinstance(tree, PrefixTree)
     assert tree.length == rows * mean
     return tree
 
@@ -132,7 +134,14 @@ def test_more_calls_are_found(mutant, monkeypatch):
 def test_a_long_document_before_the_chunk_goes_to_the_faster_kernel(monkeypatch):
     """Its keys are many: cuDNN reads them in half of the time."""
     packed = Spans(
-        20_000, ((Run(0, 15_000, 0), Run(15_000, 17_000, 15_000), Run(17_000, 20_000, 17_000)),)
+        20_000,
+        (
+            (
+                QueryRun(0, 15_000, 0),
+                QueryRun(15_000, 17_000, 15_000),
+                QueryRun(17_000, 20_000, 17_000),
+            ),
+        ),
     )
     recorder, _ = run(monkeypatch, packed, 8192)
     calls_by_kernel = Counter(operator for operator, *_ in recorder.calls)

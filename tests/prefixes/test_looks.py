@@ -15,9 +15,9 @@ import streambp
 from streambp.errors import StreamBPError
 from streambp.model import causal_lm
 from streambp.prefixes import admission, arguments, calls, tree
-from streambp.prefixes.admission import Trials
+from streambp.prefixes.admission import PackedRowTrials
 from streambp.prefixes.calls import SharedPrefixes
-from tests.oracle import EXACT, gradients, worst_error
+from tests.oracle import MAX_FLOAT64_ERROR, gradients, worst_error
 from tests.prefixes.test_arguments import check, qwen3_vl, three_positions
 from tests.prefixes.test_calls import (
     float64_everywhere,  # noqa: F401 - a fixture
@@ -33,27 +33,27 @@ STEPS = {
     "why not": (calls, "why_not"),
     "arguments": (admission, "why_not_packed"),
     "others inside": (calls, "why_rows"),
-    "kinds": (Trials, "kind_of"),
-    "known kinds": (Trials, "knows"),
-    "what tokens are known by": (calls, "known_by"),
-    "labels": (calls, "_labelled"),
+    "kinds": (PackedRowTrials, "kind_of"),
+    "known kinds": (PackedRowTrials, "knows"),
+    "what tokens are known by": (calls, "token_numbers"),
+    "labels": (calls, "_label_mask"),
     "chunk ends": (calls, "_fork_distance"),
-    "chunk costs": (calls, "_a_chunk"),
+    "chunk costs": (calls, "_chunk_overhead"),
     "tree": (calls, "find_tree"),
-    "rows": (tree, "_look_at"),
-    "branches": (tree, "_write_down"),
+    "rows": (tree, "_locate_rows"),
+    "branches": (tree, "_build_segments"),
     "noise": (calls, "draws_noise"),
     "who sees padding": (causal_lm, "hides_padding"),
     "one row": (SharedPrefixes, "_is_one_row"),
-    "trial": (Trials, "make"),
-    "trial's rows": (admission, "trial_of"),
-    "trial's packed row": (admission, "packed"),
-    "verdict": (SharedPrefixes, "_tried"),
-    "packed row": (calls, "packed"),
-    "outputs": (calls, "spread_all"),
+    "trial": (PackedRowTrials, "make"),
+    "trial's rows": (admission, "trial_arguments"),
+    "trial's packed row": (admission, "pack_arguments"),
+    "verdict": (SharedPrefixes, "_trial_verdict"),
+    "packed row": (calls, "pack_arguments"),
+    "outputs": (calls, "spread_outputs"),
 }
 ERRORS = [RuntimeError("odd"), StreamBPError("odd"), torch.OutOfMemoryError("no memory")]
-OWN = ("packed row", "outputs")  # the step itself, which ends where there is no memory
+STEP_LOOKS = ("packed row", "outputs")  # the step itself, which ends where there is no memory
 
 
 def default(stock, **settings):
@@ -64,9 +64,9 @@ def default(stock, **settings):
 def cases():
     for number, step in enumerate(STEPS):
         for index, error in enumerate(ERRORS):
-            if step in OWN and isinstance(error, torch.OutOfMemoryError):
+            if step in STEP_LOOKS and isinstance(error, torch.OutOfMemoryError):
                 continue
-            marks = () if index == number % 2 * 2 or step in OWN else pytest.mark.full
+            marks = () if index == number % 2 * 2 or step in STEP_LOOKS else pytest.mark.full
             yield pytest.param(step, error, id=f"{step}-{type(error).__name__}", marks=marks)
 
 
@@ -90,14 +90,14 @@ def test_whatever_a_look_raises_is_a_reason(step, error, monkeypatch):
     for _ in range(2):
         loss, our_gradients = gradients(ours, **batch)
         assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
-        assert worst_error(our_gradients, expected) <= EXACT
+        assert worst_error(our_gradients, expected) <= MAX_FLOAT64_ERROR
         assert f"{type(error).__name__}: {error}" in tokens_or_reason(ours) or isinstance(
             error, StreamBPError
         )
     assert reached
     monkeypatch.setattr(*STEPS[step], real)
     loss, our_gradients = gradients(ours, **batch)
-    assert worst_error(our_gradients, expected) <= EXACT
+    assert worst_error(our_gradients, expected) <= MAX_FLOAT64_ERROR
 
 
 def counted(batch, dtype):
@@ -160,7 +160,7 @@ def test_positions_of_any_dtype(shape, kind, dtype):
     (expected_loss, expected), ours = gradients(copy.deepcopy(stock), **batch), default(stock)
     loss, our_gradients = gradients(ours, **batch)
     assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
-    assert worst_error(our_gradients, expected) <= EXACT
+    assert worst_error(our_gradients, expected) <= MAX_FLOAT64_ERROR
     if kind in ("counted", "padding at one") and dtype in DTYPES[:2]:
         assert isinstance(tokens_or_reason(ours), tuple)
 
@@ -187,11 +187,13 @@ def no_net(monkeypatch):
     def find_without_net(self, kwargs, layer_states, labels, padding_unseen, on_all_ranks=False):
         reason = self._why_not(kwargs, layer_states())
         tree = (
-            self._look(kwargs, layer_states(), labels, padding_unseen) if reason is None else reason
+            self._find_tree(kwargs, layer_states(), labels, padding_unseen)
+            if reason is None
+            else reason
         )
         return tree, reason is None
 
-    monkeypatch.setattr(SharedPrefixes, "_wanted", find_without_net)
+    monkeypatch.setattr(SharedPrefixes, "_decide", find_without_net)
     try:
         test_whatever_a_look_raises_is_a_reason("tree", RuntimeError("odd"), monkeypatch)
     except RuntimeError as error:
@@ -199,7 +201,7 @@ def no_net(monkeypatch):
 
 
 def whole_axes(monkeypatch):
-    monkeypatch.setattr(arguments, "_numbered", lambda axis: axis)
+    monkeypatch.setattr(arguments, "_number_positions", lambda axis: axis)
     test_positions_of_several_axes_in_floats(0.25)
 
 

@@ -18,7 +18,7 @@ from tests.prefixes.test_calls import float64_everywhere, tokens_or_reason  # no
 from tests.prefixes.test_padding import WIDTH, any_saving, build, make, packed  # noqa: F401 - a fixture
 from tests.seeds import seed_torch
 
-DROPPED = {
+DROPOUT_CONFIGS = {
     "gpt2": {"attn_pdrop": 0.3, "resid_pdrop": 0.2, "embd_pdrop": 0.1},
     "qwen3": {"attention_dropout": 0.3},
 }
@@ -27,7 +27,7 @@ DROPPED = {
 def check_dropout(family):
     """With one seed the loss of packed rows is a fixed function; its slope along a direction is the
     gradient's."""
-    ours, batch = packed(zoo.build(family, **DROPPED[family])), make("both")
+    ours, batch = packed(zoo.build(family, **DROPOUT_CONFIGS[family])), make("both")
 
     def loss():
         seed_torch(7)
@@ -51,7 +51,7 @@ def check_dropout(family):
 
 
 @pytest.mark.fast("gpt2")
-@pytest.mark.parametrize("family", DROPPED)
+@pytest.mark.parametrize("family", DROPOUT_CONFIGS)
 def test_dropout(family):
     """Backward draws what forward drew, for the tokens of the packed row."""
     check_dropout(family)
@@ -59,7 +59,7 @@ def test_dropout(family):
 
 @pytest.mark.full
 def test_noise_that_backward_draws_anew_is_found(monkeypatch):
-    monkeypatch.setattr(RandomState, "replayed", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(RandomState, "replay", lambda _: contextlib.nullcontext())
     # what backward compares; the slope alone would show it, too
     with pytest.raises(BackwardError, match="something else"):
         check_dropout("gpt2")
@@ -94,19 +94,19 @@ def check_noise_of_each_row(family):
     where it is off."""
     batch = make("all alike")
     unpadded = {"input_ids": batch["input_ids"]}
-    ours = packed(zoo.build(family, **DROPPED[family]), rows="auto")
+    ours = packed(zoo.build(family, **DROPOUT_CONFIGS[family]), rows="auto")
     ours(**batch, use_cache=False)
     assert tokens_or_reason(ours) == (44, 44)  # without the padding
     ours(**unpadded, use_cache=False)
     assert "same noise" in tokens_or_reason(ours)
-    for model in (ours.eval(), packed(zoo.build(family, **DROPPED[family]))):
+    for model in (ours.eval(), packed(zoo.build(family, **DROPOUT_CONFIGS[family]))):
         model(**batch, use_cache=False)
         assert tokens_or_reason(model) == (44, 11)
         model(**unpadded, use_cache=False)
         assert tokens_or_reason(model) == (4 * WIDTH, WIDTH)
 
 
-@pytest.mark.parametrize("family", DROPPED)
+@pytest.mark.parametrize("family", DROPOUT_CONFIGS)
 def test_by_default_rows_share_no_noise(family):
     check_noise_of_each_row(family)
 

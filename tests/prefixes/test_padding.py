@@ -1,7 +1,7 @@
 """Padded batches that are computed as one packed row, in float64 against the unpatched [B, T]
 batch.
 
-covers: prefixes/calls.py, prefixes/tree.py, prefixes/spread.py, prefixes/admission.py,
+covers: prefixes/calls.py, prefixes/tree.py, prefixes/row_outputs.py, prefixes/admission.py,
 model/causal_lm.py, model/padding.py
 """
 
@@ -23,11 +23,11 @@ from streambp.attention.spans import Spans
 from streambp.errors import BackwardError
 from streambp.model import causal_lm
 from streambp.prefixes import calls
-from streambp.prefixes.tree import Tree, find_tree
+from streambp.prefixes.tree import PrefixTree, find_tree
 from tests import families, zoo
-from tests.conftest import SHARING
+from tests.conftest import SHARES_PREFIXES
 from tests.families import VOCABULARY
-from tests.oracle import EXACT, gradients, lift_float32_casts, worst_error
+from tests.oracle import MAX_FLOAT64_ERROR, gradients, lift_float32_casts, worst_error
 from tests.prefixes.test_calls import (
     float64_everywhere,  # noqa: F401 - a fixture
     tokens_or_reason,
@@ -36,12 +36,14 @@ from tests.seeds import seeded
 from tests.versions import needs_states
 
 WIDTH = 23
-ROUTED = {"output_router_logits": True}
+ROUTER_OUTPUTS = {"output_router_logits": True}
 FAMILIES = {
-    "llama": {}, "qwen3": {}, "mistral": {}, "gemma2": {}, "gemma3": {}, "gpt_oss": ROUTED, "qwen3_moe": ROUTED,
-    "mixtral": ROUTED, "deepseek_v3": {}, "gpt2": {}, "lfm2": {}, "qwen3_next": ROUTED,
+    "llama": {}, "qwen3": {}, "mistral": {}, "gemma2": {}, "gemma3": {}, "gpt_oss": ROUTER_OUTPUTS,
+    "qwen3_moe": ROUTER_OUTPUTS,
+    "mixtral": ROUTER_OUTPUTS, "deepseek_v3": {}, "gpt2": {}, "lfm2": {},
+    "qwen3_next": ROUTER_OUTPUTS,
 }  # fmt: skip
-WITH_STATES = ("lfm2", "qwen3_next")
+RECURRENT_FAMILIES = ("lfm2", "qwen3_next")
 WITHOUT_LINEARS = ("gpt2",)  # it has Conv1D, whose products have no name among saves
 SHAPES = {  # of each row: columns of padding on the left, tokens
     "left": [(0, 23), (9, 14), (16, 7), (20, 3)],
@@ -80,7 +82,9 @@ def make(shape):
 @pytest.fixture(autouse=True)
 def any_saving(monkeypatch, float64_everywhere):  # noqa: F811
     """One token of padding in 46 is too little."""
-    monkeypatch.setattr(calls, "find_tree", functools.partial(find_tree, saves=0.0, min_prefix=8))
+    monkeypatch.setattr(
+        calls, "find_tree", functools.partial(find_tree, min_savings=0.0, min_prefix=8)
+    )
 
 
 def build(family):
@@ -109,21 +113,21 @@ def lazily(model, **batch):
     }
 
 
-HOW = {"labels": gradients, "lazy": lazily}
+LOSS_FUNCTIONS = {"labels": gradients, "lazy": lazily}
 
 
 @functools.cache
 def reference(family, shape, how):
     with pytest.MonkeyPatch.context() as patch:
         lift_float32_casts(patch)
-        return HOW[how](build(family), **make(shape))
+        return LOSS_FUNCTIONS[how](build(family), **make(shape))
 
 
 def check(ours, family, shape, how="labels", expected=None, **batch):
     expected_loss, expected = expected or reference(family, shape, how)
-    loss, our_gradients = HOW[how](ours, **(batch or make(shape)))
+    loss, our_gradients = LOSS_FUNCTIONS[how](ours, **(batch or make(shape)))
     assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
-    assert worst_error(our_gradients, expected) <= EXACT
+    assert worst_error(our_gradients, expected) <= MAX_FLOAT64_ERROR
     ranges = ALL_SHAPES[shape]
     tokens = ranges[0][1] if shape == "all alike" else sum(length for _, length in ranges)
     assert tokens_or_reason(ours) == (sum(length for _, length in ranges), tokens)
@@ -147,12 +151,12 @@ def cases():
     """Fast: of each family one shape with labels and another with lazy logits, and of one all
     shapes."""
     for (f, family), (s, shape), (h, how) in itertools.product(
-        *map(enumerate, (FAMILIES, SHAPES, HOW))
+        *map(enumerate, (FAMILIES, SHAPES, LOSS_FUNCTIONS))
     ):
         fast = s == (f + 4 * h) % 8 or (family == "qwen3" and h == s % 2)
         fast = fast and (shape != "many rows" or (family == "qwen3" and how == "lazy"))
         marks = [] if fast else [pytest.mark.full]
-        marks += [needs_states] if family in WITH_STATES else []
+        marks += [needs_states] if family in RECURRENT_FAMILIES else []
         yield pytest.param(family, shape, how, list(SETTINGS)[setting_of(f, s, h)], marks=marks)
 
 
@@ -164,7 +168,7 @@ def test_cases_cover_the_product():
         (0, 1, 2): 12 * 8 * 2,
     }.items():
         assert len({tuple(case[index] for index in triple) for case in combinations}) == number
-    product_size = len(FAMILIES) * len(SHAPES) * len(HOW) * len(SETTINGS)
+    product_size = len(FAMILIES) * len(SHAPES) * len(LOSS_FUNCTIONS) * len(SETTINGS)
     print(
         f"{len(combinations)} of {product_size:,} combinations, {sum(not case.marks for case in cases())} "
         "in the fast tier"
@@ -205,7 +209,7 @@ def test_positions_that_count_tokens(family, shape):
 
 
 HYBRIDS = (
-    *WITH_STATES,
+    *RECURRENT_FAMILIES,
     "falcon_h1",
     "bamba",
     "granitemoehybrid",
@@ -250,16 +254,16 @@ def test_random_lengths(family, number):
     stock = build(family)
     saves = ((), ("attn_out", "kv"))[draw(0, 1)]
     ours = packed(stock, chunk_size=draw(1, 24), saves=saves, lazy_logits=bool(draw(0, 1)))
-    how = HOW["lazy" if ours._streambp.config.lazy_logits else "labels"]
+    how = LOSS_FUNCTIONS["lazy" if ours._streambp.config.lazy_logits else "labels"]
     expected_loss, expected = how(stock, **batch)
     loss, our_gradients = how(ours, **batch)
     assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
     assert our_gradients.keys() == expected.keys()
-    assert worst_error(our_gradients, expected) <= EXACT
+    assert worst_error(our_gradients, expected) <= MAX_FLOAT64_ERROR
 
 
 @needs_states
-@pytest.mark.parametrize("family", WITH_STATES)
+@pytest.mark.parametrize("family", RECURRENT_FAMILIES)
 def test_a_row_of_one_token_comes_first(family):
     """Its chunk goes on to no other, those of the row behind it do."""
     check(packed(build(family)), family, "one token, then many")
@@ -273,7 +277,7 @@ def test_a_batch_of_padding_alone():
     assert "padding alone" in tokens_or_reason(ours)
 
 
-class Repacked(torch.nn.Module):
+class RepackedModel(torch.nn.Module):
     """A Linear of frozen bytes that is for evaluation alone once it was run in eval mode, as
     bitsandbytes' are on a CPU."""
 
@@ -295,12 +299,12 @@ def test_a_trial_leaves_quantised_weights_as_they_are(monkeypatch):
     monkeypatch.setattr(calls, "why_rows", lambda module: None)
     stock = families.build("llama", torch.float64)
     for layer in stock.model.layers:
-        layer.mlp.up_proj = Repacked(layer.mlp.up_proj)
+        layer.mlp.up_proj = RepackedModel(layer.mlp.up_proj)
     model, batch = packed(stock, rows="auto"), make("right")
     our_gradients = gradients(model, **batch)[1]
     assert tokens_or_reason(model) == (45, 45)
     assert not any(layer.mlp.up_proj.for_evaluation for layer in model.model.layers)
-    assert worst_error(our_gradients, gradients(stock, **batch)[1]) <= EXACT
+    assert worst_error(our_gradients, gradients(stock, **batch)[1]) <= MAX_FLOAT64_ERROR
 
 
 def test_the_token_at_the_highest_position_of_padding_has_a_gradient():
@@ -313,7 +317,7 @@ def test_the_token_at_the_highest_position_of_padding_has_a_gradient():
     assert tokens_or_reason(model) == (14, 14)
     expected = gradients(copy.deepcopy(stock), **batch)[1]
     assert all(bool(gradient.isfinite().all()) for gradient in expected.values())
-    assert worst_error(our_gradients, expected) <= EXACT
+    assert worst_error(our_gradients, expected) <= MAX_FLOAT64_ERROR
 
 
 def test_a_tenth_has_to_be_saved(monkeypatch):
@@ -413,12 +417,12 @@ def test_auto_shares_prefixes_where_there_is_no_padding():
     )
 
 
-@pytest.mark.skipif(SHARING, reason="STREAMBP_TEST_ROWS changes the default")
+@pytest.mark.skipif(SHARES_PREFIXES, reason="STREAMBP_TEST_ROWS changes the default")
 def test_it_is_the_default():
     """Of `patch` with no settings: a user's padded batch with labels."""
     stock, batch = build("llama"), make("both")
     (_, expected), ours = gradients(stock, **batch), streambp.patch(copy.deepcopy(stock))
-    assert worst_error(gradients(ours, **batch)[1], expected) <= EXACT
+    assert worst_error(gradients(ours, **batch)[1], expected) <= MAX_FLOAT64_ERROR
     assert isinstance(tokens_or_reason(ours), tuple)
 
 
@@ -436,7 +440,7 @@ def test_labels_that_padding_predicts_compute_rows(shape):
     (expected_loss, expected), ours = gradients(stock, **batch), packed(stock)
     loss, our_gradients = gradients(ours, **batch)
     assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
-    assert worst_error(our_gradients, expected) <= EXACT
+    assert worst_error(our_gradients, expected) <= MAX_FLOAT64_ERROR
     assert "predicts a label" in tokens_or_reason(ours)
 
 
@@ -476,12 +480,14 @@ def test_a_loss_that_takes_padding_in_computes_rows():
     """Bamba's z-loss is a mean over all logits."""
     stock, batch = zoo.build("bamba", z_loss_coefficient=0.1), make("right")
     ours = packed(stock)
-    assert worst_error(gradients(ours, **batch)[1], gradients(stock, **batch)[1]) <= EXACT
+    assert (
+        worst_error(gradients(ours, **batch)[1], gradients(stock, **batch)[1]) <= MAX_FLOAT64_ERROR
+    )
     assert "z_loss_coefficient" in tokens_or_reason(ours)
 
 
 def first_tokens_that_read_the_row_before(monkeypatch):
-    real = Tree.spans
+    real = PrefixTree.spans
 
     def mutant(self, window=None):
         spans = real(self, window)
@@ -491,25 +497,25 @@ def first_tokens_that_read_the_row_before(monkeypatch):
         ]
         return Spans(spans.length, (tuple(runs),), window)
 
-    monkeypatch.setattr(Tree, "spans", mutant)
-    monkeypatch.setattr(calls.Trials, "_try", lambda *_: None)
+    monkeypatch.setattr(PrefixTree, "spans", mutant)
+    monkeypatch.setattr(calls.PackedRowTrials, "_try", lambda *_: None)
     check(packed(build("llama")), "llama", "right")
 
 
 def positions_of_tokens_alone(monkeypatch):
     """A left-padded row's first token has its column's position, where nobody says otherwise."""
-    real = calls.packed
+    real = calls.pack_arguments
 
     def mutant(kwargs, tree, takes_positions):
         counted = (kwargs["attention_mask"].cumsum(1) - 1).clamp(min=0)
         return real({**kwargs, "position_ids": counted}, tree, takes_positions)
 
-    monkeypatch.setattr(calls, "packed", mutant)
+    monkeypatch.setattr(calls, "pack_arguments", mutant)
     check(packed(build("gpt2")), "gpt2", "left")
 
 
 def labels_behind_padding(monkeypatch):
-    monkeypatch.setattr(calls, "_labelled", lambda *_: None)
+    monkeypatch.setattr(calls, "_label_mask", lambda *_: None)
     try:
         test_labels_that_padding_predicts_compute_rows("left")
     except BackwardError as error:

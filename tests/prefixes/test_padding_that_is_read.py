@@ -1,7 +1,8 @@
 """Statistics over lazy logits of padded batches, padding included, in float64 against the unpatched
 model.
 
-covers: prefixes/late.py, prefixes/calls.py, head/token_positions.py, lazy/head.py, lazy/tensor.py,
+covers: prefixes/deferred_rows.py, prefixes/calls.py, head/token_positions.py, lazy/head.py,
+    lazy/tensor.py,
 model/padding.py
 """
 
@@ -17,24 +18,26 @@ import streambp
 from streambp.errors import BackwardError, StreamBPError
 from streambp.known_names import SCALING_HOOK
 from streambp.lazy.tensor import LazyLogits
-from streambp.prefixes import calls, late
+from streambp.prefixes import calls, deferred_rows
 from streambp.prefixes.tree import find_tree
 from tests import zoo
-from tests.oracle import EXACT, worst_error
+from tests.oracle import MAX_FLOAT64_ERROR, worst_error
 from tests.prefixes.test_calls import (
     float64_everywhere,  # noqa: F401 - a fixture
     tokens_or_reason,
 )
 from tests.prefixes.test_padding import build, make
 
-LAUNCHED = {"lazy_logits": True, "rows": "auto"}
-READ = "has read logits at padding"
+LAUNCH_SETTINGS = {"lazy_logits": True, "rows": "auto"}
+PADDING_READ_MESSAGE = "has read logits at padding"
 
 
 @pytest.fixture(autouse=True)
 def any_saving(monkeypatch, float64_everywhere):  # noqa: F811
     """One token of padding is enough for a packed row."""
-    monkeypatch.setattr(calls, "find_tree", functools.partial(find_tree, saves=0.0, min_prefix=8))
+    monkeypatch.setattr(
+        calls, "find_tree", functools.partial(find_tree, min_savings=0.0, min_prefix=8)
+    )
 
 
 def at_padding(logits, batch):
@@ -123,12 +126,12 @@ WITHOUT_GRADIENT = {
     "list": lambda logits, _: torch.tensor(logits.tolist()),
     "finite": lambda logits, _: torch.isfinite(logits).all(),
 }
-FAST = ("mean of squares", "logsumexp", "std", "argmax", "at padding", "masked in place")
+FAST_CASES = ("mean of squares", "logsumexp", "std", "argmax", "at padding", "masked in place")
 
 
 def statistics():
     for name in (*STATISTICS, *WITHOUT_GRADIENT):
-        yield pytest.param(name, marks=() if name in FAST else pytest.mark.full)
+        yield pytest.param(name, marks=() if name in FAST_CASES else pytest.mark.full)
 
 
 @functools.cache
@@ -137,7 +140,7 @@ def stock(family="llama"):
 
 
 def launched(model=None, **settings):
-    settings = {"chunk_size": 7, **LAUNCHED, **settings}
+    settings = {"chunk_size": 7, **LAUNCH_SETTINGS, **settings}
     return streambp.patch(copy.deepcopy(model or stock()), streambp.StreamConfig(**settings))
 
 
@@ -163,7 +166,7 @@ def check(ours, plain, batch, read):
     )
     torch.testing.assert_close(value, expected, rtol=1e-11, atol=1e-12)
     assert our_gradients.keys() == gradients.keys()
-    assert not gradients or worst_error(our_gradients, gradients) <= EXACT
+    assert not gradients or worst_error(our_gradients, gradients) <= MAX_FLOAT64_ERROR
 
 
 @pytest.mark.parametrize("trains", [True, False], ids=["training", "evaluation"])
@@ -176,9 +179,9 @@ def test_statistics_are_the_unpatched_models(name, labelled, trains):
     ours, plain = launched().train(trains), copy.deepcopy(stock()).train(trains)
     batch = batch_of(labelled)
     check(ours, plain, batch, read)
-    assert READ in tokens_or_reason(ours)
+    assert PADDING_READ_MESSAGE in tokens_or_reason(ours)
     check(ours, plain, batch, read)
-    assert READ in tokens_or_reason(ours)
+    assert PADDING_READ_MESSAGE in tokens_or_reason(ours)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -272,7 +275,7 @@ def test_an_engines_scale_reaches_padding():
         logits.register_hook(scale_by_three)
         return logits.square().mean()
 
-    assert worst_error(value_of(ours, batch, hooked)[1], expected) <= EXACT
+    assert worst_error(value_of(ours, batch, hooked)[1], expected) <= MAX_FLOAT64_ERROR
 
 
 def test_a_function_with_a_gradient_at_padding_is_refused():
@@ -331,7 +334,7 @@ def test_a_model_that_drops_values_and_has_changed_is_noticed(change):
 
 def padding_of_the_first_token(monkeypatch):
     """What a packed row had before: another token's values."""
-    monkeypatch.setattr(late.LateRows, "of", lambda *_: None)
+    monkeypatch.setattr(deferred_rows.DeferredRows, "set_packed_states", lambda *_: None)
     try:
         test_statistics_are_the_unpatched_models("mean of squares", True, True)
     except BackwardError as error:
@@ -339,13 +342,15 @@ def padding_of_the_first_token(monkeypatch):
 
 
 def rows_without_a_graph(monkeypatch):
-    real = late.LateRows.compute
-    monkeypatch.setattr(late.LateRows, "compute", lambda self, graded: real(self, graded=False))
+    real = deferred_rows.DeferredRows.compute
+    monkeypatch.setattr(
+        deferred_rows.DeferredRows, "compute", lambda self, graded: real(self, graded=False)
+    )
     test_statistics_are_the_unpatched_models("mean of squares", True, True)
 
 
 def no_comparison(monkeypatch):
-    monkeypatch.setattr(late.LateRows, "_compare", lambda *_: None)
+    monkeypatch.setattr(deferred_rows.DeferredRows, "_compare", lambda *_: None)
     try:
         test_a_model_that_has_changed_is_noticed()
     except pytest.fail.Exception as error:
@@ -353,7 +358,7 @@ def no_comparison(monkeypatch):
 
 
 def no_moment(monkeypatch):
-    monkeypatch.setattr(late.Moment, "is_over", lambda *_: False)
+    monkeypatch.setattr(deferred_rows.ModelSnapshot, "is_outdated", lambda *_: False)
     try:
         test_a_model_that_drops_values_and_has_changed_is_noticed(other_flags)
     except pytest.fail.Exception as error:

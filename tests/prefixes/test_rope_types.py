@@ -15,7 +15,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import streambp
 from streambp.admission.snapshot import Snapshot
-from tests.oracle import EXACT, gradients, worst_error
+from tests.oracle import MAX_FLOAT64_ERROR, gradients, worst_error
 from tests.seeds import seed_torch, seeded
 from tests.tiers import thinned
 from tests.versions import LONGROPE_BY_KIND_FAILS
@@ -30,7 +30,7 @@ SIZES = {
     "max_position_embeddings": 64,
     "head_dim": 8,
 }
-MORE = {
+EXTRA_ROPE_TYPES = {
     "longrope": {
         "short_factor": [1.0] * 4,
         "long_factor": [2.0, 3.0, 4.0, 5.0],
@@ -52,7 +52,12 @@ BATCHES = {
 
 def build(kind, rope):
     seed_torch()
-    parameters = {"rope_type": rope, "rope_theta": 1e4, "factor": 4.0, **MORE.get(rope, {})}
+    parameters = {
+        "rope_type": rope,
+        "rope_theta": 1e4,
+        "factor": 4.0,
+        **EXTRA_ROPE_TYPES.get(rope, {}),
+    }
     if kind == "one":
         return LlamaForCausalLM(LlamaConfig(**SIZES, rope_parameters=parameters)).to(torch.float64)
     ropes = {
@@ -113,7 +118,7 @@ def test_frequencies_are_those_of_the_unpatched_model(
     )
     expected, expected_values, buffers = results(stock, generates, BATCHES[batches])
     our_gradients, our_values, ours_buffers = results(ours, generates, BATCHES[batches])
-    assert worst_error(our_gradients, expected) <= EXACT
+    assert worst_error(our_gradients, expected) <= MAX_FLOAT64_ERROR
     assert our_values == expected_values
     assert all(torch.equal(ours_buffers[name], buffer) for name, buffer in buffers.items())
     assert streambp.last_step(ours).shared is not None

@@ -1,7 +1,8 @@
 """Trees of rows in layers that keep states, in float64 against the unpatched batch: a branch goes
 on from its parent.
 
-covers: chunks.py, layer/chunk_states.py, layer/saved.py, prefixes/tree.py, prefixes/admission.py
+covers: chunks.py, layer/chunk_states.py, layer/saved_tensors.py, prefixes/tree.py,
+    prefixes/admission.py
 """
 
 from __future__ import annotations
@@ -14,17 +15,17 @@ import torch
 
 import streambp
 from streambp.chunks import ChunkPlan
-from streambp.layer.chunk_states import Carried
-from streambp.layer.saved import InMemory, SavedForBackward
+from streambp.layer.chunk_states import CrossChunkState
+from streambp.layer.saved_tensors import DeviceTensors, SavedForBackward
 from streambp.offload.manager import HostTensors
 from streambp.prefixes import calls
-from streambp.prefixes.tree import A_CHUNK, Tree, find_tree
-from tests.oracle import EXACT, gradients, worst_error
+from streambp.prefixes.tree import CHUNK_OVERHEAD_TOKENS, PrefixTree, find_tree
+from tests.oracle import MAX_FLOAT64_ERROR, gradients, worst_error
 from tests.prefixes import test_padding as padding
 from tests.prefixes.batches import MODES, PROMPT, counted, make_batch
 from tests.prefixes.test_calls import (
-    LEAST_HERE,
     SETTINGS,
+    TEST_MIN_PREFIX,
     build,
     float64_everywhere,  # noqa: F401 - a fixture
     policy_loss,
@@ -37,14 +38,14 @@ from tests.versions import needs_states
 
 pytestmark = needs_states
 FAMILIES = ("lfm2", "qwen3_5_text", "qwen3_next", "mamba2", "mamba", "falcon_h1", "bamba")
-APART = 2  # tokens of a chunk that starts from a state
+MIN_CHUNK_TOKENS = 2  # tokens of a chunk that starts from a state
 
 
-def tree_of(batch, fork_distance=APART):
+def tree_of(batch, fork_distance=MIN_CHUNK_TOKENS):
     return find_tree(
         batch["input_ids"],
         batch.get("attention_mask"),
-        min_prefix=LEAST_HERE,
+        min_prefix=TEST_MIN_PREFIX,
         fork_distance=fork_distance,
     )
 
@@ -53,7 +54,7 @@ def check(model, family, mode):
     expected_loss, expected = reference(family, mode)
     loss, our_gradients = gradients(model, **make_batch(mode))
     assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
-    assert worst_error(our_gradients, expected) <= EXACT
+    assert worst_error(our_gradients, expected) <= MAX_FLOAT64_ERROR
     if mode == "nothing shared":
         assert "saves too little" in tokens_or_reason(model)
     else:
@@ -115,7 +116,7 @@ def test_a_loss_of_lazy_logits(family, mode):
         policy_loss(model, batch) for model in (build(family), ours)
     )
     assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
-    assert worst_error(our_gradients, expected) <= EXACT
+    assert worst_error(our_gradients, expected) <= MAX_FLOAT64_ERROR
     assert tokens_or_reason(ours)[1] == tree_of(batch).tokens
 
 
@@ -134,7 +135,10 @@ def test_a_token_that_no_row_has(family):
     }
     assert tree_of(batch).forks[-1] == (tree_of(batch).tokens, 0)
     ours = sharing(build(family))
-    assert worst_error(gradients(ours, **batch)[1], gradients(build(family), **batch)[1]) <= EXACT
+    assert (
+        worst_error(gradients(ours, **batch)[1], gradients(build(family), **batch)[1])
+        <= MAX_FLOAT64_ERROR
+    )
     assert tokens_or_reason(ours)[1] == tree_of(batch).tokens
 
 
@@ -165,7 +169,10 @@ def test_documents_that_a_models_positions_mark():
     ours = sharing(build("mamba"))
     plain = streambp.patch(build("mamba"), streambp.StreamConfig(chunk_size=7))
     arguments = {**batch, "position_ids": positions.repeat(4, 1)}
-    assert worst_error(gradients(ours, **arguments)[1], gradients(plain, **arguments)[1]) <= EXACT
+    assert (
+        worst_error(gradients(ours, **arguments)[1], gradients(plain, **arguments)[1])
+        <= MAX_FLOAT64_ERROR
+    )
     assert "mark documents" in tokens_or_reason(ours)
 
 
@@ -184,7 +191,7 @@ def test_states_of_branches_are_kept_once_each(offload, monkeypatch):
         real(self, size)
 
     monkeypatch.setattr(SavedForBackward, "seal", seal)
-    store = InMemory if offload == "none" else HostTensors
+    store = DeviceTensors if offload == "none" else HostTensors
     for name, accesses in {"save": put_in, "peek": read, "take": read}.items():
         if (store, name) != (HostTensors, "take"):  # which peeks
             monkeypatch.setattr(store, name, noted(getattr(store, name), accesses))
@@ -205,7 +212,7 @@ def noted(real, accesses):
 def check_rows_of_a_chunk_each(monkeypatch):
     """Each row of a layer with states is a chunk of its own; short ones cost more so than their
     padding."""
-    monkeypatch.setattr(calls, "A_CHUNK", A_CHUNK)
+    monkeypatch.setattr(calls, "CHUNK_OVERHEAD_TOKENS", CHUNK_OVERHEAD_TOKENS)
     stock, batch = build("lfm2"), padding.make("left")
     assert "the last call's 92 tokens would be 47, in 4 chunks at least" in rows_instead(
         stock, batch
@@ -220,7 +227,7 @@ def test_short_rows_are_computed_where_each_is_a_chunk(monkeypatch):
 
 
 def test_a_look_that_counts_no_chunks_is_found(monkeypatch):
-    monkeypatch.setattr(calls, "_a_chunk", lambda _: 0)
+    monkeypatch.setattr(calls, "_chunk_overhead", lambda _: 0)
     with pytest.raises(AssertionError):
         check_rows_of_a_chunk_each(monkeypatch)
 
@@ -230,8 +237,16 @@ def test_chunks_count_beside_the_padding_of_a_batch(length, packs):
     """8 rows, half of whose columns are padding; 7 chunks more are as much work as 448 tokens."""
     ids = torch.arange(8 * length).view(8, length)
     mask = (torch.arange(length) < torch.linspace(1, length, 8).long()[:, None]).long()
-    assert isinstance(find_tree(ids, mask), Tree)
-    assert isinstance(find_tree(ids, mask, fork_distance=APART, a_chunk=A_CHUNK), Tree) == packs
+    assert isinstance(find_tree(ids, mask), PrefixTree)
+    assert (
+        isinstance(
+            find_tree(
+                ids, mask, fork_distance=MIN_CHUNK_TOKENS, chunk_overhead=CHUNK_OVERHEAD_TOKENS
+            ),
+            PrefixTree,
+        )
+        == packs
+    )
 
 
 def check_tree():
@@ -253,7 +268,7 @@ MUTANTS = {
         "predecessors",
         property(the_chunk_before),
     ),
-    "gradients of states are not summed": (Carried, "went_on", without_sums),
+    "gradients of states are not summed": (CrossChunkState, "add_state_gradients", without_sums),
 }
 
 
@@ -267,27 +282,29 @@ def test_mutants_are_found(mutant, monkeypatch):
 
 def test_sums_of_states_are_wide():
     """300 branches; in bfloat16 a sum of so many ones would stop at 256."""
-    plan = ChunkPlan(602, 2).forked(tuple((start, 2) for start in range(2, 602, 2)), APART)
-    carried = Carried.__new__(Carried)
+    plan = ChunkPlan(602, 2).split_at_forks(
+        tuple((start, 2) for start in range(2, 602, 2)), MIN_CHUNK_TOKENS
+    )
+    carried = CrossChunkState.__new__(CrossChunkState)
     carried.upstream = {}
     for chunk in plan.backward:
-        carried.went_on(plan, chunk, {"state": torch.ones(2, dtype=torch.bfloat16)})
+        carried.add_state_gradients(plan, chunk, {"state": torch.ones(2, dtype=torch.bfloat16)})
     assert carried.upstream.keys() == {0}
     assert carried.upstream[0]["state"].tolist() == [300.0, 300.0]
 
 
 def test_states_stay_until_the_last_branch_has_started():
-    plan = ChunkPlan(10, 100).forked(((0, 0), (4, 2), (6, 2), (8, 6)), APART)
+    plan = ChunkPlan(10, 100).split_at_forks(((0, 0), (4, 2), (6, 2), (8, 6)), MIN_CHUNK_TOKENS)
     assert plan.ends == (2, 4, 6, 8, 10)
     assert plan.predecessors == (None, 0, 0, 0, 2)
-    assert plan.behind == {0: (1, 3), 2: (4, 4)}
-    carried = Carried.__new__(Carried)
+    assert plan.successors == {0: (1, 3), 2: (4, 4)}
+    carried = CrossChunkState.__new__(CrossChunkState)
     carried.states = {}
     saved_keys = []
     for chunk in plan:
         predecessor = plan.predecessors[chunk.index]
         assert carried.start(plan, chunk) == ({} if predecessor is None else {"state": predecessor})
-        if chunk.index in plan.behind:
+        if chunk.index in plan.successors:
             carried.states[chunk.index] = {"state": chunk.index}
         saved_keys.append(sorted(carried.states))
     assert saved_keys == [[0], [0], [0, 2], [2], []]
@@ -296,6 +313,9 @@ def test_states_stay_until_the_last_branch_has_started():
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 100])
 def test_chunks_end_at_forks_and_are_long_enough(size):
     forks = ((0, 0), (20, 8), (27, 14), (36, 0))
-    plan = ChunkPlan(40, size).forked(forks, APART)
+    plan = ChunkPlan(40, size).split_at_forks(forks, MIN_CHUNK_TOKENS)
     assert {8, 14, 20, 27, 36, 40} <= set(plan.ends)
-    assert all(APART <= chunk.stop - chunk.start <= max(size, APART) + 1 for chunk in plan)
+    assert all(
+        MIN_CHUNK_TOKENS <= chunk.stop - chunk.start <= max(size, MIN_CHUNK_TOKENS) + 1
+        for chunk in plan
+    )

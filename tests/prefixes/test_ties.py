@@ -40,7 +40,7 @@ def first_step(family, precision, monkeypatch, mode="padded", change=None):
     streambp.patch(model, streambp.StreamConfig(chunk_size=7, saves=(), rows="packed"))
     one_row = {name: value[:1] for name, value in batch.items() if name != "attention_mask"}
     step(model, precision, **one_row)  # the layers' own trials are over, and no rows were tried
-    packed, real, in_second_run = admission.packed, torch.topk, []
+    packed, real, in_second_run = admission.pack_arguments, torch.topk, []
 
     def topk(x, k, *args, **kwargs):
         if k >= x.shape[-1] or x.dim() > 2:
@@ -55,17 +55,17 @@ def first_step(family, precision, monkeypatch, mode="padded", change=None):
 
     monkeypatch.setattr(torch, "topk", topk)
     monkeypatch.setattr(
-        admission, "packed", lambda *args: in_second_run.append(True) or packed(*args)
+        admission, "pack_arguments", lambda *args: in_second_run.append(True) or packed(*args)
     )
-    trial_of = admission.trial_of
+    trial_of = admission.trial_arguments
     monkeypatch.setattr(
         admission,
-        "trial_of",
+        "trial_arguments",
         lambda *args, **kwargs: in_second_run.clear() or trial_of(*args, **kwargs),
     )
-    over = admission.Trials._try
+    over = admission.PackedRowTrials._try
     monkeypatch.setattr(
-        admission.Trials, "_try", lambda *args: (over(*args), in_second_run.clear())[0]
+        admission.PackedRowTrials, "_try", lambda *args: (over(*args), in_second_run.clear())[0]
     )
     step(model, precision, **batch)
     return tokens_or_reason(model), counted(batch)
@@ -88,7 +88,7 @@ def test_a_tie_keeps_no_rows_apart(family, precision, monkeypatch):
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_mutant_a_tie_decides(precision, monkeypatch):
-    monkeypatch.setattr(ReplayedChoices, "rearranged", lambda self, change: ReplayedChoices())
+    monkeypatch.setattr(ReplayedChoices, "rearrange", lambda self, change: ReplayedChoices())
     outcome, _ = first_step("mixtral", precision, monkeypatch)
     assert "gave something else than rows do" in outcome
 

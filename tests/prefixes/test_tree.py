@@ -12,9 +12,9 @@ import random
 import pytest
 import torch
 
-from streambp.attention.spans import Run, Tiling
+from streambp.attention.spans import QueryRun, Tiling
 from streambp.prefixes import tree as tree_module
-from streambp.prefixes.tree import MIN_SHARED_TOKENS, Tree, find_tree
+from streambp.prefixes.tree import MIN_SHARED_TOKENS, PrefixTree, find_tree
 from tests.attention.test_spans import counted_pairs
 from tests.seeds import seed_of
 
@@ -25,8 +25,8 @@ def tree_of(rows, width, min_prefix=1, positions=None):
     for index, (column, tokens) in enumerate(rows):
         ids[index, column : column + len(tokens)] = torch.tensor(tokens, dtype=torch.long)
         mask[index, column : column + len(tokens)] = 1
-    tree = find_tree(ids, mask, positions, min_prefix=min_prefix, saves=0.0)
-    return tree if isinstance(tree, Tree) else None
+    tree = find_tree(ids, mask, positions, min_prefix=min_prefix, min_savings=0.0)
+    return tree if isinstance(tree, PrefixTree) else None
 
 
 def packed_positions(row):
@@ -191,7 +191,7 @@ def test_rows_with_other_padding_share_by_their_positions_alone():
     tree = tree_of(rows, 5, positions=positions)
     assert tree.tokens == 4
     check(tree, rows, None)
-    assert tree.packed(positions).tolist() == [[0, 1, 2, 2]]
+    assert tree.pack(positions).tolist() == [[0, 1, 2, 2]]
     assert tree_of(rows, 5, positions=positions + torch.tensor([[0], [1]])).tokens == 6
 
 
@@ -199,9 +199,9 @@ def test_the_highest_position_of_padding_is_in_the_packed_row():
     """Rotary embeddings that stretch with the length of a batch look at it."""
     rows = [(0, (1, 2, 3)), (0, (1, 2, 4))]
     tree = tree_of(rows, 6)
-    assert (tree.tokens, tree.length, tree.furthest) == (4, 5, 5)
-    assert Run(4, 5, 4) in tree.spans().rows[0]
-    assert tree_of(rows, 3).furthest is None
+    assert (tree.tokens, tree.length, tree.extra_position) == (4, 5, 5)
+    assert QueryRun(4, 5, 4) in tree.spans().rows[0]
+    assert tree_of(rows, 3).extra_position is None
 
 
 @pytest.mark.parametrize(
@@ -226,24 +226,24 @@ def test_what_cannot_share(arguments, why):
 def test_mutants_are_found(mutant, monkeypatch):
     rows = [(0, (1, 2, 3, 4)), (0, (1, 2, 5, 6)), (0, (1, 2, 5, 7))]
     if mutant == "a sibling is read":
-        real = Tree._shared_runs
+        real = PrefixTree._shared_runs
         monkeypatch.setattr(
-            Tree,
+            PrefixTree,
             "_shared_runs",
-            lambda self: (Run(r.q0, r.q1, r.k0, r.k1 + 1) for r in real(self)),
+            lambda self: (QueryRun(r.q0, r.q1, r.k0, r.k1 + 1) for r in real(self)),
         )
     elif mutant == "windows count packed tokens":
-        real_within = Tree._shared_runs_within
+        real_within = PrefixTree._shared_runs_within
         monkeypatch.setattr(
-            Tree,
+            PrefixTree,
             "_shared_runs_within",
-            lambda self, w: (Run(r.q0, r.q1, r.k0, r.k1) for r in real_within(self, w)),
+            lambda self, w: (QueryRun(r.q0, r.q1, r.k0, r.k1) for r in real_within(self, w)),
         )
     else:
-        real_common = tree_module._common
+        real_common = tree_module._shared_lengths
         monkeypatch.setattr(
             tree_module,
-            "_common",
+            "_shared_lengths",
             lambda *args: {row: at + 1 for row, at in real_common(*args).items() if at < 4},
         )
     tree = tree_of(rows, 4)

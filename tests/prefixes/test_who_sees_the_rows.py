@@ -22,14 +22,14 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 import streambp
 from streambp.model import padding
 from streambp.prefixes import calls
-from streambp.prefixes.admission import Trials
+from streambp.prefixes.admission import PackedRowTrials
 from streambp.prefixes.tree import find_tree
 from tests import families
-from tests.oracle import EXACT, worst_error
+from tests.oracle import MAX_FLOAT64_ERROR, worst_error
 from tests.prefixes.batches import counted, make_batch
 from tests.prefixes.test_calls import tokens_or_reason
 
-PLACES = slice(43, 47)  # of rows of 49 tokens; the trial's packed row has 40
+PROMPT_POSITIONS = slice(43, 47)  # of rows of 49 tokens; the trial's packed row has 40
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +42,7 @@ def float64_everywhere(float64_oracle, monkeypatch):
 
 def steered(x):
     x = x.clone()
-    x[:, PLACES] += 1
+    x[:, PROMPT_POSITIONS] += 1
     return x
 
 
@@ -96,7 +96,9 @@ PROGRAMS = {
     "a forward": lambda m: replace_forward(m.model.layers[0].mlp),
     "a module": lambda m: setattr(m.model.layers[0], "mlp", Steering(m.model.layers[0].mlp)),
 }
-WHOLE = "an MLP's gradient"  # such a layer runs whole, which keeps its rows apart by itself
+REASON_MLP_GRADIENT = (
+    "an MLP's gradient"  # such a layer runs whole, which keeps its rows apart by itself
+)
 
 
 def collecting(model, outputs, module):
@@ -147,7 +149,7 @@ def check(program, first, chunk_size=1000):
                     handle.remove()
             (expected_loss, expected), (loss, gradients) = steps
             assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
-            assert worst_error(gradients, expected) <= EXACT
+            assert worst_error(gradients, expected) <= MAX_FLOAT64_ERROR
             assert isinstance(tokens_or_reason(ours), str)
     finally:
         for handle in handles:
@@ -171,7 +173,7 @@ def test_programs_at_positions(program, first):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("program", sorted(PROGRAMS.keys() - {WHOLE}))
+@pytest.mark.parametrize("program", sorted(PROGRAMS.keys() - {REASON_MLP_GRADIENT}))
 def test_programs_at_positions_in_chunks(program):
     check(PROGRAMS[program], first=True, chunk_size=7)
 
@@ -202,7 +204,8 @@ def test_what_a_hook_collects_joins_the_loss(where):
                 {name: p.grad.clone() for name, p in model.named_parameters()}
             )
     assert all(
-        worst_error(ours, stock) <= EXACT for stock, ours in zip(*gradients_by_model, strict=True)
+        worst_error(ours, stock) <= MAX_FLOAT64_ERROR
+        for stock, ours in zip(*gradients_by_model, strict=True)
     )
     assert "would see another row" in tokens_or_reason(ours)
 
@@ -213,7 +216,7 @@ def test_a_backbones_forward_that_stood_there_before():
 
         def forward(input_ids, **kwargs):
             ids = input_ids.clone()
-            ids[:, PLACES] = (ids[:, PLACES] + 1) % 50
+            ids[:, PROMPT_POSITIONS] = (ids[:, PROMPT_POSITIONS] + 1) % 50
             return own_forward(input_ids=ids, **kwargs)
 
         model.model.forward = functools.wraps(own_forward)(forward)
@@ -222,7 +225,7 @@ def test_a_backbones_forward_that_stood_there_before():
     stock, ours = (replace(families.build("llama", torch.float64)) for _ in range(2))
     streambp.patch(ours, streambp.StreamConfig(chunk_size=1000, rows="packed"))
     (_, expected), (_, our_gradients) = (step(model, batches()[0]) for model in (stock, ours))
-    assert worst_error(our_gradients, expected) <= EXACT
+    assert worst_error(our_gradients, expected) <= MAX_FLOAT64_ERROR
     assert "would see another row" in tokens_or_reason(ours)
 
 
@@ -286,7 +289,7 @@ def test_who_reads_padding_behind_the_backbone_gets_rows(reader, monkeypatch):
     streambp.patch(ours, streambp.StreamConfig(chunk_size=7, rows="auto"))
     (expected_loss, expected), (loss, our_gradients) = step(stock, batch), step(ours, batch)
     assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
-    assert worst_error(our_gradients, expected) <= EXACT
+    assert worst_error(our_gradients, expected) <= MAX_FLOAT64_ERROR
     assert "may read them" in tokens_or_reason(ours)
 
 
@@ -305,9 +308,9 @@ def test_who_stands_around_the_model_sees_no_padding():
 def test_who_reads_padding_is_asked_where_there_is_some(mode, monkeypatch):
     """It takes a walk through all modules beside the backbone, of which a model of images has
     hundreds."""
-    calls_seen, reads = [], padding.others_read_rows
+    calls_seen, reads = [], padding.third_party_reads_rows
     monkeypatch.setattr(
-        padding, "others_read_rows", lambda *args: calls_seen.append(args) or reads(*args)
+        padding, "third_party_reads_rows", lambda *args: calls_seen.append(args) or reads(*args)
     )
     ours = families.build("llama", torch.float64)
     streambp.patch(ours, streambp.StreamConfig(chunk_size=7, rows="auto"))
@@ -321,7 +324,7 @@ def test_labels_of_padding_at_some_tokens_compute_rows():
     batch |= {"labels": batch["input_ids"][:, -9:], "logits_to_keep": 9}
     stock, ours = (families.build("llama", torch.float64) for _ in range(2))
     streambp.patch(ours, streambp.StreamConfig(chunk_size=7, rows="auto"))
-    assert worst_error(step(ours, batch)[1], step(stock, batch)[1]) <= EXACT
+    assert worst_error(step(ours, batch)[1], step(stock, batch)[1]) <= MAX_FLOAT64_ERROR
     assert "predicts a label" in tokens_or_reason(ours)
 
 
@@ -352,7 +355,7 @@ def test_known_hooks_share():
 
 def test_no_hook_sees_a_trial_of_sharing(monkeypatch):
     (_, ours), shapes, trials = pair(), [], []
-    monkeypatch.setattr(Trials, "_try", lambda *_: trials.append(1))
+    monkeypatch.setattr(PackedRowTrials, "_try", lambda *_: trials.append(1))
     ours.model.embed_tokens.register_forward_hook(
         lambda _, __, output: shapes.append(tuple(output.shape[:2]))
     )
@@ -366,12 +369,12 @@ def test_other_ranks_learn_that_hooks_keep_the_rows(monkeypatch):
     """A trial gathers the weights of all ranks: one whose hooks want the rows says so before any,
     and tries nothing."""
     (_, ours), batch, trials, replies = pair(), batches()[0], [], []
-    real_try = Trials._try
-    monkeypatch.setattr(Trials, "_try", lambda *args: trials.append(1) or real_try(*args))
+    real_try = PackedRowTrials._try
+    monkeypatch.setattr(PackedRowTrials, "_try", lambda *args: trials.append(1) or real_try(*args))
     monkeypatch.setattr(calls, "must_agree", lambda _: True)
     monkeypatch.setattr(
         calls,
-        "everyones_numbers",
+        "gather_numbers",
         lambda _, mine, device: replies.append(mine) or [mine, [1, True]],
     )
     ours.model.embed_tokens.register_forward_hook(forward_hook)
@@ -382,7 +385,7 @@ def test_other_ranks_learn_that_hooks_keep_the_rows(monkeypatch):
 
 
 @pytest.mark.fast("embeddings", "a module")
-@pytest.mark.parametrize("program", [name for name in PROGRAMS if name != WHOLE])
+@pytest.mark.parametrize("program", [name for name in PROGRAMS if name != REASON_MLP_GRADIENT])
 def test_mutants_are_found(program, monkeypatch):
     """Sharing in spite of what others have put there."""
     monkeypatch.setattr(calls, "why_rows", lambda _: None)

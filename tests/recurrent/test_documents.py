@@ -25,11 +25,11 @@ from tests.versions import needs_falcons_documents, needs_states
 pytestmark = needs_states
 
 # Mixers alone where transformers' sdpa attends across documents.
-BUILT = {"granitemoehybrid": {"layer_types": ["mamba", "mamba"]}}
+CONFIG_CHANGES = {"granitemoehybrid": {"layer_types": ["mamba", "mamba"]}}
 RULES = ("qwen3_next", "qwen3_5_text", "olmo_hybrid")
 SCANS = ("bamba", "nemotron_h", "falcon_h1", "granitemoehybrid")
 CONVOLUTIONS = ("lfm2", "lfm2_moe")
-DROPPED = ("kimi_linear", "bailing_hybrid")  # their wrapper drops cu_seq_lens_q
+FAMILIES_WITHOUT_DOCUMENTS = ("kimi_linear", "bailing_hybrid")  # their wrapper drops cu_seq_lens_q
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +40,7 @@ def float64_everywhere(float64_oracle):
 
 
 def build(name, monkeypatch, kernels=None, **changes):
-    model = zoo.build(name, **BUILT.get(name, {}), **changes)
+    model = zoo.build(name, **CONFIG_CHANGES.get(name, {}), **changes)
     reference_kernels.install(monkeypatch, model, **(kernels or {}))
     return model
 
@@ -70,14 +70,18 @@ def check_packed(stock, batch, chunk_sizes):
 
 
 CASES = [("qwen3_next", {}), ("bamba", {"ends": False}), ("lfm2", {"ends": False})]
-OTHERS = [
+OTHER_CASES = [
     *((name, case) for name in RULES for case in ({}, {"ids": False}, {"ends": False})),
     *(
         (name, case)
         for name in (*SCANS, *CONVOLUTIONS)
         for case in ({"ends": False}, {"rows": 1}, {"ids": False})
     ),
-    *((name, case) for name in DROPPED for case in ({"rows": 1}, {"ends": False})),
+    *(
+        (name, case)
+        for name in FAMILIES_WITHOUT_DOCUMENTS
+        for case in ({"rows": 1}, {"ends": False})
+    ),
 ]
 
 
@@ -87,7 +91,7 @@ OTHERS = [
         *((name, case, (5,)) for name, case in CASES),
         *(
             pytest.param(name, case, (2, 3, 5, 6, 7, 16, 22), marks=pytest.mark.full)
-            for name, case in OTHERS
+            for name, case in OTHER_CASES
         ),
     ],
     ids=str,
@@ -245,6 +249,8 @@ def test_a_kernel_that_does_something_else_is_found_out(kernel, monkeypatch):
 
 
 def test_a_probe_of_one_document_would_not_find_it(monkeypatch):
-    monkeypatch.setattr(probe, "in_several", lambda arguments, length: documents.in_one(arguments))
+    monkeypatch.setattr(
+        probe, "split_documents", lambda arguments, length: documents.join_documents(arguments)
+    )
     with pytest.raises(AssertionError):
         check_found_out(state_for_every_document, monkeypatch)

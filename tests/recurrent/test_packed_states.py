@@ -29,7 +29,7 @@ from tests.families import make_batch
 from tests.layer import reference_kernels
 from tests.oracle import gradients, worst_error
 from tests.packed import packed_batch
-from tests.recurrent.test_states import KINDS, OTHERS, patched
+from tests.recurrent.test_states import KINDS, OTHER_FAMILIES, patched
 from tests.tiers import thinned
 from tests.versions import LFM2_PASSES_ON, needs_states
 
@@ -38,14 +38,14 @@ pytestmark = needs_states
 # Documents of one token (5), that start with a chunk of 5 (5, 15), within chunks (6, 21), over
 # several (6); other ones in every second row.
 CUTS = ([0, 5, 6, 15, 21, 26], [0, 9, 10, 26])
-HERE = tuple(name for name in KINDS if name != "xlstm")
+TESTED_KINDS = tuple(name for name in KINDS if name != "xlstm")
 # the fast tier has them in several rows, others in one
-IN_ROWS = ("qwen3_next", "jamba", "recurrent_gemma", "zaya")
-ELSEWHERE = (
-    *OTHERS,
+ROW_WISE_FAMILIES = ("qwen3_next", "jamba", "recurrent_gemma", "zaya")
+FAMILIES_TESTED_ELSEWHERE = (
+    *OTHER_FAMILIES,
     *(name for name in ("inkling_text", "inkling2_text", "qwen4_exp_text") if name in zoo.NAMES),
 )
-WHOLE = ("qwen4_exp_text",)  # one of its layers is not cut
+UNCHUNKED_FAMILIES = ("qwen4_exp_text",)  # one of its layers is not cut
 
 
 @pytest.fixture(autouse=True)
@@ -104,7 +104,7 @@ def check_one_by_one(
     for chunk_size in chunk_sizes:
         ours = patched(base, chunk_size=chunk_size, **settings)
         loss, our_gradients = differentiated(ours, [summed_loss(ours, batch)])
-        unchunked = {"checkpoints"} if name in WHOLE else set()
+        unchunked = {"checkpoints"} if name in UNCHUNKED_FAMILIES else set()
         assert {layer.path for layer in streambp.describe(ours).layers} == {
             "streams"
         } | unchunked, str(streambp.describe(ours))
@@ -114,7 +114,11 @@ def check_one_by_one(
 
 @pytest.mark.fast("lfm2")
 @pytest.mark.parametrize(
-    "name", thinned([*HERE, *ELSEWHERE], lambda name: name in HERE and name not in IN_ROWS)
+    "name",
+    thinned(
+        [*TESTED_KINDS, *FAMILIES_TESTED_ELSEWHERE],
+        lambda name: name in TESTED_KINDS and name not in ROW_WISE_FAMILIES,
+    ),
 )
 def test_documents_are_alone(name):
     check_one_by_one(name, (5, 7))
@@ -122,7 +126,10 @@ def test_documents_are_alone(name):
 
 @pytest.mark.fast("recurrent_gemma", "qwen3_next")
 @pytest.mark.parametrize(
-    "name", thinned([*IN_ROWS, "bamba", "lfm2", "minimax"], lambda name: name in IN_ROWS)
+    "name",
+    thinned(
+        [*ROW_WISE_FAMILIES, "bamba", "lfm2", "minimax"], lambda name: name in ROW_WISE_FAMILIES
+    ),
 )
 def test_documents_of_several_rows_are_alone(name):
     """Each row has its own: those that start together are called together."""
@@ -235,7 +242,7 @@ def shifted(position_ids, rows):
 def going_on(self, chunk):
     """As if every document but a row's first went on from the states that the chunk starts from."""
     return [
-        documents.Segment(rows, start, stop, chunk.start > 0)
+        documents.DocumentSegment(rows, start, stop, chunk.start > 0)
         for rows, start, stop, _ in SEGMENTS(self, chunk)
     ]
 
@@ -291,7 +298,7 @@ def test_documents_with_saves_and_offloading(name, saves, offload):
     check_one_by_one(name, (5,), rows=2, saves=saves, offload=offload)
 
 
-TOLD = {
+DOCUMENT_ARGUMENTS = {
     "qwen3_next": "seq_idx and cu_seq_lens_q",
     "bamba": "seq_idx",
     "lfm2": "seq_idx",
@@ -321,7 +328,7 @@ def check_with_kernels(stock, rows, sentence):
 @pytest.mark.parametrize(
     ("name", "rows"),
     thinned(
-        itertools.product(TOLD, [1, 2]),
+        itertools.product(DOCUMENT_ARGUMENTS, [1, 2]),
         lambda name, rows: name == "qwen3_next" or (rows == 2) == (name != "bamba"),
     ),
 )
@@ -329,7 +336,9 @@ def test_kernels_are_told(name, rows, monkeypatch):
     """A delta rule takes documents of a single row, and the mixer of older LFM2s passes nothing
     on."""
     calls = (rows == 2 and name == "qwen3_next") or (name == "lfm2" and not LFM2_PASSES_ON)
-    sentence = "its mixers are called" if calls else f"told to its kernels as {TOLD[name]}"
+    sentence = (
+        "its mixers are called" if calls else f"told to its kernels as {DOCUMENT_ARGUMENTS[name]}"
+    )
     check_with_kernels(built(monkeypatch, name), rows, sentence)
 
 
@@ -357,9 +366,11 @@ def test_a_trial_of_one_document_would_not_find_it(monkeypatch):
     deaf.__name__ = "mamba_chunk_scan_combined"
     deaf.__signature__ = inspect.signature(reference_kernels.mamba_chunk_scan_combined)
     monkeypatch.setattr(
-        probe, "tried_rows", lambda rows, length: documents.PackedRows(((0, length),) * rows)
+        probe, "trial_rows", lambda rows, length: documents.PackedRows(((0, length),) * rows)
     )
-    monkeypatch.setattr(probe, "in_several", lambda arguments, length: documents.in_one(arguments))
+    monkeypatch.setattr(
+        probe, "split_documents", lambda arguments, length: documents.join_documents(arguments)
+    )
     with pytest.raises(AssertionError):
         check_with_kernels(
             built(monkeypatch, "bamba", mamba2_chunk_scan=deaf), 1, "told to its kernels"

@@ -20,7 +20,7 @@ from streambp.admission.probe import Verdict
 from streambp.errors import BackwardError
 from streambp.layer import arguments, call, chunk_states, function
 from streambp.recurrent import carriers, documents, scans, states
-from streambp.recurrent.states import Key, StateCache
+from streambp.recurrent.states import StateCache, StateKey
 from tests import zoo
 from tests.families import make_batch
 from tests.oracle import gradients
@@ -37,7 +37,7 @@ def oracle(name="qwen3_next"):
 
 
 def detached_end(self, recurrent_states, layer_idx, state_idx=0, **_):
-    self.end_states[Key("recurrent", layer_idx, state_idx)] = (
+    self.end_states[StateKey("recurrent", layer_idx, state_idx)] = (
         recurrent_states.detach().requires_grad_()
     )
     return recurrent_states
@@ -51,7 +51,7 @@ class ConstantSteps:
     """The step and the decay of the tokens that write, without their history."""
 
     @staticmethod
-    def constant_decays(start, raw, a, bias, softplus, dtype, parts, real=scans._written):
+    def constant_decays(start, raw, a, bias, softplus, dtype, parts, real=scans._write_inputs):
         return real(
             start, raw, a.detach(), None if bias is None else bias.detach(), softplus, dtype, parts
         )
@@ -88,7 +88,7 @@ def packed_oracle(name, **case):
 
 def check_no_cycle():
     """Caching `layers` on the cache would tie the chunk's graph to the garbage collector."""
-    cache = StateCache(0, {Key("conv", 1, 0): torch.randn(2, 3)})
+    cache = StateCache(0, {StateKey("conv", 1, 0): torch.randn(2, 3)})
     assert cache.layers[1].conv_states.keys() == {0}
     assert cache.layers[0].recurrent_states == {}
     reference = weakref.ref(cache)
@@ -150,13 +150,14 @@ MUTANTS = {
     "end state without its gradient": (StateCache, "update_recurrent_state", detached_end, oracle()),
     "start states without their gradient": (function, "leaves_of", leaves_without_gradient, oracle("bamba")),
     "states of another chunk": (call.SavedForBackward, "states", states_of_the_chunk_before, oracle("bamba")),
-    "written by constant steps": (scans, "_written", ConstantSteps.constant_decays, oracle("jamba")),
+    "written by constant steps": (scans, "_write_inputs", ConstantSteps.constant_decays,
+        oracle("jamba")),
     "read without a gradient": (
         scans.EndState, "backward", staticmethod(lambda ctx, grad: (None, *[torch.zeros_like(grad)] * ctx.parts)),
         oracle("jamba"),
     ),
-    "upstream of states dropped": (chunk_states.Carried, "upstream", NO_UPSTREAM, oracle()),
-    "states not copied": (states, "in_own_memory", lambda state: state, lambda: check_memory("bamba")),
+    "upstream of states dropped": (chunk_states.CrossChunkState, "upstream", NO_UPSTREAM, oracle()),
+    "states not copied": (states, "copy_view", lambda state: state, lambda: check_memory("bamba")),
     "layers kept on the cache": (StateCache, "layers", property(LayersOnTheCache), check_no_cycle),
     "documents counted from the row's start": (
         documents, "_tell_scan", ids_of_the_whole_row, packed_oracle("bamba", ends=False)
@@ -167,7 +168,7 @@ MUTANTS = {
     "one start state for all documents": (documents, "_tell_rule", state_of_one_document, packed_oracle("qwen3_next")),
     "the first document's end state": (documents, "_tell_rule", end_of_the_first_document, packed_oracle("qwen3_next")),
     "start states where a document starts": (
-        documents.Documents, "goes_on", lambda self, chunk: True, packed_oracle("qwen3_next")
+        documents.Documents, "continues_document", lambda self, chunk: True, packed_oracle("qwen3_next")
     ),
     "the first tokens' padding for every chunk": (
         arguments.Arguments, "slice_chunk", whole_masks, lambda: check_padded("bamba")
@@ -208,7 +209,7 @@ def test_the_probe_sees_a_state_without_its_gradient(monkeypatch):
 
 
 def test_chunks_of_one_token_would_not_run(monkeypatch):
-    monkeypatch.setattr(carriers, "LEAST_TOKENS", 1)
+    monkeypatch.setattr(carriers, "MIN_CHUNK_TOKENS", 1)
     monkeypatch.setattr(entry, "can_stream", lambda call: Verdict(True))
     with pytest.raises((RuntimeError, AssertionError)):
         check_exact("bamba", 11, [5])
@@ -223,17 +224,17 @@ def test_what_is_kept_of_a_convolution_is_its_last_inputs_alone():
     cache = StateCache(0, {})
     x = torch.randn(2, 64, 6).mT  # [B, D, C], channels last
     assert cache.update_conv_state(x, 0, conv_kernel_size=4) is x
-    state = cache.end_states[Key("conv", 0, 0)]
+    state = cache.end_states[StateKey("conv", 0, 0)]
     assert torch.equal(state, x[..., -4:])
     assert state.untyped_storage().nbytes() == state.nbytes
     following = StateCache(64, cache.end_states)
     joined = following.update_conv_state(x, 0, conv_kernel_size=4)
     assert torch.equal(joined, torch.cat((state, x), -1))
     assert joined.mT.is_contiguous()  # as convolution kernels want it
-    assert following.start_states[Key("conv", 0, 0)] is state
+    assert following.start_states[StateKey("conv", 0, 0)] is state
     assert (
-        states.leaves_of({Key("conv", 0, 0): torch.ones(2, dtype=torch.long)})[
-            Key("conv", 0, 0)
+        states.leaves_of({StateKey("conv", 0, 0): torch.ones(2, dtype=torch.long)})[
+            StateKey("conv", 0, 0)
         ].requires_grad
         is False
     )

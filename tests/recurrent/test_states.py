@@ -1,6 +1,6 @@
 """Recurrences and convolutions in chunks: states that pass from one to the next.
 
-covers: layer/call.py, layer/saved.py, recurrent/scans.py
+covers: layer/call.py, layer/saved_tensors.py, recurrent/scans.py
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 import streambp
 from streambp.layer import call
-from streambp.layer import saved as kept
+from streambp.layer import saved_tensors as kept
 from streambp.recurrent import scans
 from tests import zoo
 from tests.families import make_batch
@@ -43,7 +43,7 @@ KINDS = (
     "recurrent_gemma",
     "xlstm",
 )
-OTHERS = tuple(
+OTHER_FAMILIES = tuple(
     name
     for name in (
         "bailing_hybrid", "falcon_mamba", "granitemoehybrid", "kimi_linear", "lfm2_moe", "lfm3", "mamba", "mamba2",
@@ -102,7 +102,8 @@ def test_a_single_token(name, float64_states):
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("name", "length"), [*itertools.product(KINDS, [2, 3, 9, 11]), *itertools.product(OTHERS, [9])]
+    ("name", "length"),
+    [*itertools.product(KINDS, [2, 3, 9, 11]), *itertools.product(OTHER_FAMILIES, [9])],
 )
 def test_every_family_on_few_tokens(name, length, float64_states):
     check_exact(name, length, [1, 2, 3, 4])
@@ -114,7 +115,7 @@ def test_over_several_blocks_of_the_kernels(name, float64_states):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", KINDS + OTHERS)
+@pytest.mark.parametrize("name", KINDS + OTHER_FAMILIES)
 def test_every_family_over_several_blocks_of_the_kernels(name, float64_states):
     check_exact(name, 201, [7, 50, 64])
 
@@ -248,7 +249,7 @@ def test_an_exception_inside_a_scan_leaves_no_forward_behind():
     assert all(torch.equal(our_gradients[name], expected[name]) for name in expected)
 
 
-SLOW = ("bamba", "lfm2", "qwen3_next", "zaya")
+SLOW_FAMILIES = ("bamba", "lfm2", "qwen3_next", "zaya")
 
 
 def errors_in_half_precision(name, autocast):
@@ -274,7 +275,10 @@ def errors_in_half_precision(name, autocast):
         ("jamba", False),
         *(
             pytest.param(*case, marks=pytest.mark.full)
-            for case in [*((n, False) for n in SLOW), *((n, True) for n in ("jamba", *SLOW))]
+            for case in [
+                *((n, False) for n in SLOW_FAMILIES),
+                *((n, True) for n in ("jamba", *SLOW_FAMILIES)),
+            ]
         ),
     ],
 )
@@ -305,14 +309,14 @@ def test_automatic_chunks_are_whole_blocks_of_the_kernels():
     """Mamba 2's kernels take 256 positions at a time, those of the delta rules 64."""
     stock = zoo.build("lfm2", dtype=torch.float32, max_position_embeddings=20_000)
     sizes = []
-    real = call.LayerCall._keep
+    real = call.LayerCall._make_saves
 
     def keep(self):
         sizes.append((self.layer_state.kind.states.carries, self.plan.size))
         return real(self)
 
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        patch.setattr(call.LayerCall, "_keep", keep)
+        patch.setattr(call.LayerCall, "_make_saves", keep)
         ids = make_batch("plain", length=17_000, rows=1)["input_ids"]
         patched(stock)(ids, labels=ids, use_cache=False)
     assert sizes == [(True, 2048), (False, 2048)]

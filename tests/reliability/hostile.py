@@ -27,8 +27,8 @@ import streambp
 from streambp.cli import main
 from streambp.errors import StreamBPError
 from streambp.integrations.deepspeed import read, stream_config
-from streambp.launch.report import Account, collect
-from streambp.launch.settings import from_fields
+from streambp.launch.report import ProcessRecord, collect
+from streambp.launch.settings import settings_from_fields
 from streambp.planner.skeleton import Skeleton
 from streambp.rates import DEVICES, read_rates, write_rates
 from tests.seeds import seed_of
@@ -48,7 +48,7 @@ BASES = {
     "Mixtral": EXPERTS, "Gemma2": {"head_dim": 16},
 }  # fmt: skip
 DIGITS = "9" * 5000
-NUMBERS = (
+HOSTILE_NUMBERS = (
     0,
     -1,
     1.5,
@@ -62,7 +62,7 @@ NUMBERS = (
     True,
     False,
 )
-OTHERS = (
+HOSTILE_OBJECTS = (
     None,
     "x",
     "",
@@ -76,8 +76,8 @@ OTHERS = (
     {"a": {"b": 1}},
     "😀" * 300,
 )
-JSON = (*NUMBERS, *OTHERS)
-SECONDS = 240  # for a case that should end at once, on a machine 30 times slower
+JSON = (*HOSTILE_NUMBERS, *HOSTILE_OBJECTS)
+CASE_TIMEOUT_SECONDS = 240  # for a case that should end at once, on a machine 30 times slower
 
 
 class Hostile:
@@ -123,7 +123,9 @@ def judge(run: Callable[[], Any], field: str) -> str:
     else:
         outcome = "accepted"
     return (
-        outcome if time.monotonic() - start < SECONDS else f"took {time.monotonic() - start:.0f} s"
+        outcome
+        if time.monotonic() - start < CASE_TIMEOUT_SECONDS
+        else f"took {time.monotonic() - start:.0f} s"
     )
 
 
@@ -163,7 +165,7 @@ def _endless(
 
 FIELDS = [field.name for field in dataclasses.fields(streambp.StreamConfig)]
 # Two of them do not go together with others' defaults, which the message says in their names.
-NEEDS = {"host_memory": {"offload": "cpu"}, "gpu_memory": {"offload": "cpu"}}
+REQUIRED_SETTINGS = {"host_memory": {"offload": "cpu"}, "gpu_memory": {"offload": "cpu"}}
 
 
 def settings() -> Iterator[tuple[str, str]]:
@@ -172,7 +174,7 @@ def settings() -> Iterator[tuple[str, str]]:
     ways: dict[str, Callable[[dict[str, Any]], Any]] = {
         "StreamConfig": lambda fields: streambp.StreamConfig(**fields),
         "section": lambda fields: stream_config({"streambp": fields}),
-        "launch": from_fields,
+        "launch": settings_from_fields,
         "file": lambda fields: stream_config(read(json.dumps({"streambp": fields}))),
     }
     while True:
@@ -180,7 +182,7 @@ def settings() -> Iterator[tuple[str, str]]:
         value = choose.choice(JSON if way == "file" else PYTHON)
         if way == "StreamConfig" and field in ("at", "surplus"):
             continue
-        arguments = {**NEEDS.get(field, {}), field: value}
+        arguments = {**REQUIRED_SETTINGS.get(field, {}), field: value}
         outcome = judge(lambda ways=ways, way=way, arguments=arguments: ways[way](arguments), field)
         if outcome == "accepted" and not _sensible(field, value):
             outcome = "accepted silently"
@@ -231,10 +233,11 @@ def _sensible(field: str, value: Any) -> bool:
 LENGTHS = ("x", "", "0", "-5", "64q", DIGITS, "1e5", "nan", "inf", "\0")
 COUNTS = ("x", "", "1.5", "-1", "0", DIGITS, "nan")
 AMOUNTS = ("x", "", "-1GiB", "0", "1e999", "nan", "80GiBB", DIGITS)
-PARTS = ("x", "nan", "inf", "-0.5", "1.5")
+NUMBER_TEXTS = ("x", "nan", "inf", "-0.5", "1.5")
 OPTIONS = {
     "plan": {
-        "--seq-len": LENGTHS, "--gpu-memory": AMOUNTS, "--host-memory": AMOUNTS, "--reserve": PARTS, "--gpus": COUNTS,
+        "--seq-len": LENGTHS, "--gpu-memory": AMOUNTS, "--host-memory": AMOUNTS,
+        "--reserve": NUMBER_TEXTS, "--gpus": COUNTS,
         "--ulysses": COUNTS, "--context-parallel": COUNTS, "--zero": ("4", "-1", "x"), "--batch-size": COUNTS,
         "--lora": COUNTS, "--bits": ("3", "x"),
         "--optimizer-bytes": ("x", "nan", "inf", "-1"), "--dtype": ("int8", ""), "--kernels": ("x",),
@@ -367,7 +370,7 @@ def report_files(folder: Path) -> Iterator[tuple[str, str]]:
             yield f"report: {field} = {_told(value)}", f"{type(error).__name__}: {str(error)[:200]}"
             continue
         is_reported = len(accounts) + len(lost) == 1 and all(
-            isinstance(account, Account) for account in accounts
+            isinstance(account, ProcessRecord) for account in accounts
         )
         is_reported = is_reported and all(len(line.splitlines()) == 1 for line in lost)
         yield (

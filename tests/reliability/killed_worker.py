@@ -24,7 +24,9 @@ from tests.families import LENGTH, build
 from tests.seeds import seeded
 
 ROWS = 4
-SECONDS = 60  # after which a rank gives up a collective that another one does not come to
+COLLECTIVE_TIMEOUT_SECONDS = (
+    60  # after which a rank gives up a collective that another one does not come to
+)
 
 
 def checkpoint(folder):
@@ -35,7 +37,7 @@ def main():
     rank, port, case = int(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     torch.set_num_threads(1)
-    ranks, limit = case["ranks"], datetime.timedelta(seconds=SECONDS)
+    ranks, limit = case["ranks"], datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_SECONDS)
     dist.init_process_group("gloo", rank=rank, world_size=ranks, timeout=limit)
     inner = build("qwen3", torch.float64)
     model = DistributedDataParallel(inner)

@@ -15,20 +15,22 @@ import time
 
 import pytest
 
-HERE = "tests/reliability/"
-STEPS = f"{HERE}test_interrupted_steps.py::"
-INPUT = f"{HERE}test_hostile_input.py::"
+TEST_FOLDER = "tests/reliability/"
+STEPS = f"{TEST_FOLDER}test_interrupted_steps.py::"
+INPUT = f"{TEST_FOLDER}test_hostile_input.py::"
 ROWS = {
     "ranks that differ, against the unpatched engine": ["tests/distributed/test_engines.py"],
-    "kill -9 of a rank in forward, backward, optimizer; resumed on two ranks and on one": [f"{HERE}test_killed_ranks.py"],
+    "kill -9 of a rank in forward, backward, optimizer; resumed on two ranks and on one": [
+        f"{TEST_FOLDER}test_killed_ranks.py"
+    ],
     "OutOfMemoryError at an operation": [f"{STEPS}test_an_error_at_an_operation", "memory"],
     "KeyboardInterrupt at an operation": [f"{STEPS}test_an_error_at_an_operation", "interrupt"],
     "KeyboardInterrupt at any bytecode": [f"{STEPS}test_an_interrupt_at_any_bytecode"],
     "a user's hook raises": [f"{STEPS}test_a_users_hook_raises"],
     "unpatch, copies, pickles, state_dict and workers between": [f"{STEPS}test_what_programs_do_between"],
-    "two threads and one model": [f"{HERE}test_threads.py"],
+    "two threads and one model": [f"{TEST_FOLDER}test_threads.py"],
     "host memory that cannot be had": ["tests/offload/test_faults.py::test_host_memory_that_the_system_does_not_give"],
-    "200 steps, then unpatch and del": [f"{HERE}test_long_runs.py"],
+    "200 steps, then unpatch and del": [f"{TEST_FOLDER}test_long_runs.py"],
     "config.json": [f"{INPUT}test_hostile_input_is_refused_in_one_line_that_names_the_field", "configs"],
     "StreamConfig, DeepSpeed sections, launch settings": [
         f"{INPUT}test_hostile_input_is_refused_in_one_line_that_names_the_field", "settings",
@@ -39,7 +41,7 @@ ROWS = {
 }  # fmt: skip
 
 
-class Counted:
+class CaseCounts:
     """What became of a line's tests: cases of those that passed, tests that failed, and were
     skipped."""
 
@@ -74,7 +76,7 @@ def main() -> int:
     for name, (tests, *filters) in ROWS.items():
         if words and not any(word in name for word in words):
             continue
-        counted, start = Counted(), time.monotonic()
+        counted, start = CaseCounts(), time.monotonic()
         flags = [
             "-q",
             "-m",

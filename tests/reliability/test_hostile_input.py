@@ -21,14 +21,14 @@ from tests.reliability import hostile
 from tests.seeds import seed_others, seed_torch
 from tests.tiers import thinned
 
-EXPECTED = {"accepted", "refused"}
+EXPECTED_OUTCOMES = {"accepted", "refused"}
 
 
 def wrong(cases, budget):
     outcomes = list(itertools.islice(cases, budget))
     assert len(outcomes) == budget
     assert {outcome for _, outcome in outcomes} >= {"refused"}
-    return [case for case in outcomes if case[1] not in EXPECTED]
+    return [case for case in outcomes if case[1] not in EXPECTED_OUTCOMES]
 
 
 BUDGETS = {"few": {"configs": 24, "settings": 200, "rates": 40, "reports": 40}, "many": {}}

@@ -39,7 +39,7 @@ SETTINGS = {
 }
 
 
-class Failing(TorchDispatchMode):
+class FailingMode(TorchDispatchMode):
     """Raises at an operation of a step, once; counts them."""
 
     def __init__(self, at=None, error=None):
@@ -84,14 +84,14 @@ class Subject:
         config = streambp.StreamConfig(**{"chunk_size": 5, **SETTINGS[setting]})
         self.model = streambp.patch(build("qwen3"), config)
         self.expected = [step(self.model) for _ in range(3)][-1]
-        with Failing() as counting:
+        with FailingMode() as counting:
             step(self.model)
         self.operations = counting.count
         self.initial_switches = switches(self.model)
 
 
 def interrupted(at):
-    return Failing(at, KeyboardInterrupt())
+    return FailingMode(at, KeyboardInterrupt())
 
 
 def without_memory(at):
@@ -165,13 +165,14 @@ def raises(*_):
     raise HookError
 
 
-PARTS = ("", "model", "model.embed_tokens", "model.layers.0", "model.layers.1.input_layernorm", "model.layers.1.mlp",
+MODULE_NAMES = ("", "model", "model.embed_tokens", "model.layers.0",
+    "model.layers.1.input_layernorm", "model.layers.1.mlp",
          "model.layers.0.self_attn.q_proj", "model.norm", "lm_head")  # fmt: skip
-PLACES = {
+INTERRUPTED_PLACES = {
     **{f"before {part or 'the model'}": lambda model, part=part: model.get_submodule(part).register_forward_pre_hook(raises)
-       for part in PARTS[1:]},
+       for part in MODULE_NAMES[1:]},
     **{f"after {part or 'the model'}": lambda model, part=part: model.get_submodule(part).register_forward_hook(raises)
-       for part in PARTS[:4]},
+       for part in MODULE_NAMES[:4]},
     "backward of a layer": lambda model: model.model.layers[0].register_full_backward_hook(raises),
     "backward inside a layer": lambda model: model.model.layers[0].mlp.register_full_backward_hook(raises),
     "a parameter's gradient": lambda model: model.model.layers[1].mlp.up_proj.weight.register_hook(raises),
@@ -186,7 +187,7 @@ PLACES = {
 def test_a_users_hook_raises(setting, record_property):
     subject = Subject(setting)
     uncalled_hooks = []
-    for hook_name, register in PLACES.items():
+    for hook_name, register in INTERRUPTED_PLACES.items():
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of hooks that do not see gradients
             hook = register(subject.model)
@@ -201,7 +202,7 @@ def test_a_users_hook_raises(setting, record_property):
         assert_same(step(subject.model), subject.expected)
     # the logits are never built, nor is the final norm called
     assert len(uncalled_hooks) <= 2, uncalled_hooks
-    record_property("cases", len(PLACES) - len(uncalled_hooks))
+    record_property("cases", len(INTERRUPTED_PLACES) - len(uncalled_hooks))
 
 
 def loss_of(model, seed=0):
@@ -277,14 +278,14 @@ def _works(model):
     assert str(streambp.describe(model))
 
 
-IN_BETWEEN = (
+INTERMEDIATE_ACTIONS = (
     unpatched_between, unpatched_in_forward, unpatched_in_backward, unpatched_in_an_accumulation, copied, pickled, saved,
     forked,
 )  # fmt: skip
 
 
 @pytest.mark.fast("copied", "unpatched_in_backward")
-@pytest.mark.parametrize("program", IN_BETWEEN, ids=lambda program: program.__name__)
+@pytest.mark.parametrize("program", INTERMEDIATE_ACTIONS, ids=lambda program: program.__name__)
 def test_what_programs_do_between(program, record_property):
     """They end, or raise what says why; after it the model computes what it did, patched or not."""
     subject = Subject("saves")

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.distributed.ranks import launch
-from tests.reliability.killed_worker import SECONDS, checkpoint
+from tests.reliability.killed_worker import COLLECTIVE_TIMEOUT_SECONDS, checkpoint
 
 STEPS, KILLED_AT = 4, 2
 
@@ -22,7 +22,10 @@ STEPS, KILLED_AT = 4, 2
 def trained(folder, ranks, kill=None):
     case = {"folder": str(folder), "ranks": ranks, "until": STEPS, "kill": kill}
     return launch(
-        "tests.reliability.killed_worker", json.dumps(case), ranks=ranks, seconds=SECONDS + 300
+        "tests.reliability.killed_worker",
+        json.dumps(case),
+        ranks=ranks,
+        seconds=COLLECTIVE_TIMEOUT_SECONDS + 300,
     )
 
 

@@ -19,7 +19,7 @@ from tests.families import build, make_batch
 from tests.offload.runs import step
 from tests.reliability.test_interrupted_steps import SETTINGS
 
-WARM = 10  # steps after which nothing more is learned
+WARM_UP_STEPS = 10  # steps after which nothing more is learned
 
 
 def tensors():
@@ -46,7 +46,7 @@ def test_many_steps_leave_nothing_behind(setting, steps, record_property):
         optimizer.zero_grad(set_to_none=True)
         model(**make_batch("plain", seed=number), use_cache=False).loss.backward()
         optimizer.step()
-        if number in (WARM, steps - 1):
+        if number in (WARM_UP_STEPS, steps - 1):
             alive.append(tensors())
     assert alive[0] == alive[1]
     streambp.unpatch(model)

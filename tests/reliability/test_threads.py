@@ -19,16 +19,16 @@ from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 import streambp
-from streambp.fingerprint.hooks import hooks_of, watching
+from streambp.fingerprint.hooks import hooks_of, watch_hooks
 from streambp.fingerprint.snapshots import ModuleSnapshot
-from streambp.instance_forward import StepOwner, Use
-from streambp.layer.recompute import computed_as_written
+from streambp.instance_forward import ModelAccess, StepOwner
+from streambp.layer.recompute import disable_checkpointing
 from tests import device_thread
 from tests.families import build, make_batch
-from tests.oracle import EXACT, worst_error
+from tests.oracle import MAX_FLOAT64_ERROR, worst_error
 
 CONFIG = streambp.StreamConfig(chunk_size=5, unpatched_runs=False)
-REFUSED = "Another thread is computing with this model"
+REFUSAL_MESSAGE = "Another thread is computing with this model"
 
 
 def streamed():
@@ -79,7 +79,7 @@ def test_a_thread_that_comes_between_is_refused(
         ran = device_thread.use(monkeypatch)
 
     def come_between():
-        with pytest.raises(streambp.StreamBPError, match=REFUSED):
+        with pytest.raises(streambp.StreamBPError, match=REFUSAL_MESSAGE):
             in_other_thread(lambda: evaluate(model))
         return True
 
@@ -90,7 +90,7 @@ def test_a_thread_that_comes_between_is_refused(
     assert results.get_nowait()
     assert results.empty()
     assert ran is None or ran
-    assert worst_error(gradients(model), expected) <= EXACT
+    assert worst_error(gradients(model), expected) <= MAX_FLOAT64_ERROR
     assert in_other_thread(lambda: evaluate(model)).isfinite()  # its turn
 
 
@@ -99,7 +99,7 @@ def test_backward_that_comes_between_is_refused_and_can_be_repeated(expected, in
     loss = model(**make_batch("plain"), use_cache=False).loss
 
     def come_between():
-        with pytest.raises(streambp.StreamBPError, match=REFUSED):
+        with pytest.raises(streambp.StreamBPError, match=REFUSAL_MESSAGE):
             in_other_thread(lambda: loss.backward(retain_graph=True))
         return True
 
@@ -123,7 +123,7 @@ def test_threads_that_take_turns(expected):
     pools[2].submit(loss.backward).result()
     for pool in pools:
         pool.shutdown()
-    assert worst_error(gradients(model), expected) <= EXACT
+    assert worst_error(gradients(model), expected) <= MAX_FLOAT64_ERROR
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -138,7 +138,7 @@ def test_a_checkpoint_around_the_model_is_its_own(reentrant, thread, expected, m
 
     checkpoint(loss_of, embedded, use_reentrant=reentrant).backward()
     assert ran
-    assert worst_error(gradients(model), expected) <= EXACT
+    assert worst_error(gradients(model), expected) <= MAX_FLOAT64_ERROR
 
 
 def test_copies_and_what_an_exception_left_behind_belong_to_nobody(in_other_thread):
@@ -154,7 +154,7 @@ def test_copies_and_what_an_exception_left_behind_belong_to_nobody(in_other_thre
     }
     assert layer_states == {id(clone._streambp.owner)}
     use = model._streambp.owner.enter()  # an interrupt came before `with`
-    with pytest.raises(streambp.StreamBPError, match=REFUSED):
+    with pytest.raises(streambp.StreamBPError, match=REFUSAL_MESSAGE):
         in_other_thread(lambda: evaluate(model))
     del use
     gc.collect()
@@ -174,7 +174,7 @@ def test_a_backward_within_a_forward_is_its_owners_in_any_thread():
 
 def test_without_an_owner_another_thread_is_let_in(in_other_thread, monkeypatch):
     """The mutant of the owner."""
-    monkeypatch.setattr(StepOwner, "enter", lambda self, began=None: Use(self, 0, 0))
+    monkeypatch.setattr(StepOwner, "enter", lambda self, began=None: ModelAccess(self, 0, 0))
     with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
         test_copies_and_what_an_exception_left_behind_belong_to_nobody(in_other_thread)
 
@@ -186,7 +186,7 @@ def test_a_cache_of_parametrized_weights_is_its_own_threads(monkeypatch):
     checkpointed = torch.nn.Identity()
     checkpointed.gradient_checkpointing = True
     cached = parametrize.cached()
-    with computed_as_written([checkpointed]):
+    with disable_checkpointing([checkpointed]):
         assert not checkpointed.gradient_checkpointing
         cached.__enter__()
     assert checkpointed.gradient_checkpointing
@@ -202,7 +202,7 @@ def test_threads_that_watch_one_hook_leave_it_as_it_was():
     layer[0].register_forward_hook(hook := lambda module, args, output: 2 * output)
     body = ModuleSnapshot(layer, set())
     hooks = hooks_of(body.hooks, body.modules_by_name, set(), None)
-    first, second = watching(hooks), watching(hooks)
+    first, second = watch_hooks(hooks), watch_hooks(hooks)
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)

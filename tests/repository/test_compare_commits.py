@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from scripts import compare_commits, compare_served
-from scripts.compare_commits import Difference, Known, compare
-from scripts.compare_served import HERE, Case
+from scripts.compare_commits import Difference, KnownDifference, compare
+from scripts.compare_served import ROOT, Case
 
 # Appended to a copy of the package: what it changes depends on the case.
-MUTANT = """
+MUTANT_SOURCE = """
 _patch, _describe = __getattr__("patch"), __getattr__("describe")  # which are imported when asked for
 
 def patch(model, config):
@@ -36,7 +36,8 @@ def describe(model):
 
 def settings(tree, **changes):
     arguments = {
-        "tree": tree, "against": HERE, "families": ("llama",), "modes": ("plain",), "saves": ("none", "attn_out", "kv"),
+        "tree": tree, "against": ROOT, "families": ("llama",), "modes": ("plain",),
+        "saves": ("none", "attn_out", "kv"),
         "offload": ("none", "cpu"),
     }  # fmt: skip
     return argparse.Namespace(**{**arguments, **changes})
@@ -45,16 +46,20 @@ def settings(tree, **changes):
 @pytest.fixture
 def mutant(tmp_path):
     shutil.copytree(
-        HERE / "streambp", tmp_path / "streambp", ignore=shutil.ignore_patterns("__pycache__")
+        ROOT / "streambp", tmp_path / "streambp", ignore=shutil.ignore_patterns("__pycache__")
     )
     with (tmp_path / "streambp" / "__init__.py").open("a") as file:
-        file.write(MUTANT)
+        file.write(MUTANT_SOURCE)
     return tmp_path
 
 
 @pytest.mark.full
 def test_what_a_mutant_changes_is_told_and_nothing_else(mutant, monkeypatch):
-    monkeypatch.setattr(compare_commits, "KNOWN", (Known("a mutant", lines="^.note +mutant$"),))
+    monkeypatch.setattr(
+        compare_commits,
+        "KNOWN_DIFFERENCES",
+        (KnownDifference("a mutant", lines="^.note +mutant$"),),
+    )
     messages = []
     assert compare(settings(mutant), messages.append) == 3
     message_of_case = {line.split(": ")[1]: line for line in messages[:-2]}
@@ -86,12 +91,12 @@ def test_what_a_mutant_changes_is_told_and_nothing_else(mutant, monkeypatch):
 def test_a_process_that_does_not_serve_its_tree(script, message, tmp_path, monkeypatch):
     served = tmp_path / "served.py"
     served.write_text(script)
-    monkeypatch.setattr(compare_commits, "SERVED", served)
+    monkeypatch.setattr(compare_commits, "SERVED_SCRIPT", served)
     with pytest.raises(SystemExit, match=message):
         compare_commits.Tree(tmp_path)
 
 
-class Raises:
+class RaisingCase:
     """In place of a tree: each case raises there."""
 
     def __init__(self, root):
@@ -102,9 +107,9 @@ class Raises:
 
 
 def test_a_case_that_raises_in_both_trees_is_no_equal_one(monkeypatch):
-    monkeypatch.setattr(compare_commits, "Tree", Raises)
+    monkeypatch.setattr(compare_commits, "Tree", RaisingCase)
     messages = []
-    assert compare(settings(HERE, saves=("kv",), offload=("none",)), messages.append) == 1
+    assert compare(settings(ROOT, saves=("kv",), offload=("none",)), messages.append) == 1
     assert (
         messages[0]
         == "NOTHING COMPARED: llama plain, saves kv, kept, float64: both trees: TypeError: no such argument"
@@ -118,24 +123,40 @@ PACKED = Case("bamba", "packed")
 @pytest.mark.parametrize(
     ("known_difference", "difference", "reasons"),
     [
-        (Known("all", within=1e-15), Difference("2 tensors", 1e-16, ()), ["all"]),
-        (Known("less", within=1e-15), Difference("2 tensors", 1e-14, ()), []),
-        (Known("others", families=("llama",), within=1.0), Difference("2 tensors", 1e-16, ()), []),
-        (Known("lines alone", lines="note"), Difference("2 tensors", 1e-16, ("+note",)), []),
-        (Known("tensors alone", within=1.0), Difference("2 tensors", 1e-16, ("+note",)), []),
+        (KnownDifference("all", within=1e-15), Difference("2 tensors", 1e-16, ()), ["all"]),
+        (KnownDifference("less", within=1e-15), Difference("2 tensors", 1e-14, ()), []),
         (
-            Known("as before", same_with={"documents": "as_given"}),
+            KnownDifference("others", families=("llama",), within=1.0),
+            Difference("2 tensors", 1e-16, ()),
+            [],
+        ),
+        (
+            KnownDifference("lines alone", lines="note"),
+            Difference("2 tensors", 1e-16, ("+note",)),
+            [],
+        ),
+        (
+            KnownDifference("tensors alone", within=1.0),
+            Difference("2 tensors", 1e-16, ("+note",)),
+            [],
+        ),
+        (
+            KnownDifference("as before", same_with={"documents": "as_given"}),
             Difference("2 tensors", 0.1, ()),
             ["as before"],
         ),
-        (Known("not as before", same_with={"head": False}), Difference("2 tensors", 0.1, ()), []),
+        (
+            KnownDifference("not as before", same_with={"head": False}),
+            Difference("2 tensors", 0.1, ()),
+            [],
+        ),
     ],
-    ids=lambda value: value.reason if isinstance(value, Known) else "",
+    ids=lambda value: value.reason if isinstance(value, KnownDifference) else "",
 )
 def test_what_is_known_explains_all_of_a_difference_or_nothing(
     known_difference, difference, reasons, monkeypatch
 ):
-    monkeypatch.setattr(compare_commits, "KNOWN", (known_difference,))
+    monkeypatch.setattr(compare_commits, "KNOWN_DIFFERENCES", (known_difference,))
     assert (
         difference.known_reasons(PACKED, lambda settings: settings == {"documents": "as_given"})
         == reasons

@@ -21,7 +21,7 @@ TASKS = {
     "a family that fails its trial": (),
 }
 # files that are found by no string
-BESIDE = {
+EXTRA_FOLDERS = {
     "a new kind of save": {"layer/products.py"},
     # they know kernels by what they take
     "a new attention kernel": {"attention/rules.py", "planner/work.py"},
@@ -72,7 +72,7 @@ def test_a_task_names_the_files_that_change(task):
     assert [name for name in files_in(tests) if not (ROOT / name).exists()] == []
     if TASKS[task]:
         files_with_names = set().union(*(files_that_know(name, PACKAGE) for name in TASKS[task]))
-        assert names == files_with_names | BESIDE.get(task, set())
+        assert names == files_with_names | EXTRA_FOLDERS.get(task, set())
 
 
 def files_that_ask_for(kind, package):
@@ -120,7 +120,7 @@ def test_what_counts_as_knowing_a_name(source, expected):
 
 DECISIONS = ROOT / "docs" / "decisions.md"
 # Headings of the page as it was before each decision had three parts; links to them stay valid.
-FORMER = (
+FORMER_NAMES = (
     "decisions-and-what-was-measured", "the-package-streambppy-patching-stacks-settings", "attention",
     "layer-admission-fingerprint", "layer-states-of-recurrent-layers", "head", "head-lazy-logits",
     "prefixes-rows-that-share-a-prefix", "offloadweightspy-offloadrangespy-weights-on-the-host",
@@ -129,7 +129,7 @@ FORMER = (
     "verification-and-tests", "command-line-cli-argumentspy-librariespy",
     "documentation-docs-scriptsreferencepy-scriptssitepy-testsdocs", "how-much-code-there-is-scriptshousepy",
 )  # fmt: skip
-PARTS = ("Context", "Choice", "Consequence")
+DECISION_PARTS = ("Context", "Choice", "Consequence")
 
 
 def decisions(text):
@@ -142,8 +142,8 @@ def decisions(text):
 
 def faults_of_a_decision(body):
     """Faults of one decision: its parts, its length, and the files that it names."""
-    if tuple(re.findall(r"^\*\*(\w+)\.\*\*", body, re.MULTILINE)) != PARTS:
-        yield "its parts are not " + ", ".join(PARTS)
+    if tuple(re.findall(r"^\*\*(\w+)\.\*\*", body, re.MULTILINE)) != DECISION_PARTS:
+        yield "its parts are not " + ", ".join(DECISION_PARTS)
     if not 60 <= len(body.split()) <= 125:
         yield f"it has {len(body.split())} words"
     for name in files_in(body):
@@ -167,7 +167,9 @@ def test_decisions_have_three_parts_and_name_files_that_exist():
     ],
 )
 def test_a_decision_that_breaks_the_form_is_found(change, fault):
-    body = "\n\n".join(f"**{part}.** " + "word " * 20 for part in PARTS) + " `layer/call.py`"
+    body = (
+        "\n\n".join(f"**{part}.** " + "word " * 20 for part in DECISION_PARTS) + " `layer/call.py`"
+    )
     assert list(faults_of_a_decision(body)) == []
     assert any(fault in message for message in faults_of_a_decision(body.replace(*change)))
 
@@ -180,7 +182,7 @@ def anchors(text):
 
 
 def test_links_to_former_headings_of_the_decisions_stay_valid():
-    assert set(FORMER) - anchors(DECISIONS.read_text("utf-8")) == set()
+    assert set(FORMER_NAMES) - anchors(DECISIONS.read_text("utf-8")) == set()
 
 
 def table_of_folders(text):

@@ -17,7 +17,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "streambp"
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-INNER = (*FUNCTIONS, ast.ClassDef, ast.Lambda)
+INNER_DEFINITIONS = (*FUNCTIONS, ast.ClassDef, ast.Lambda)
 SHAPE = re.compile(r"(?<![\w)\]])\[(?!Note: )[^\[\]]+\]|\bany shape\b|\bscalars?\b", re.IGNORECASE)
 
 
@@ -69,7 +69,7 @@ def last(name):
 def raised(node):
     """The names of the classes that a function's own code raises."""
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, INNER):
+        if isinstance(child, INNER_DEFINITIONS):
             continue
         if isinstance(child, ast.Raise) and child.exc is not None:
             thrown = child.exc.func if isinstance(child.exc, ast.Call) else child.exc

@@ -15,7 +15,7 @@ PACKAGE = ROOT / "streambp"
 TREES = ("streambp", "paper_repro", "examples", "scripts", "tests")
 
 # What every folder may import: modules at the top that import nothing but each other.
-GROUND = (
+BASE_MODULES = (
     "known_names", "errors", "fields", "reporting", "device", "accumulate", "config", "chunks", "cache", "cache_arguments",
     "source", "instance_forward", "foreign", "libraries", "rates", "arguments", "tensors", "progress",
 )  # fmt: skip
@@ -42,7 +42,7 @@ FOLDERS = {
     "launch": ("model", "planner"),
     "integrations": ("distributed", "losses", "admission", "head", "model", "planner", "launch"),
 }  # fmt: skip
-TOP = ("", "__main__", "cli")  # import whatever they start
+TOP_MODULES = ("", "__main__", "cli")  # import whatever they start
 
 
 @functools.cache
@@ -99,16 +99,20 @@ def not_allowed(folders):
     """Imports that the table does not allow."""
     for name, target in edges():
         folder = folder_of(name)
-        if folder not in TOP and folder_of(target) not in {
+        if folder not in TOP_MODULES and folder_of(target) not in {
             folder,
-            *GROUND,
+            *BASE_MODULES,
             *folders.get(folder, ()),
         }:
             yield f"{name} imports {target or 'the package'}"
 
 
 def test_every_module_has_its_place():
-    assert {folder_of(name) for _, name in module_names()} == {*GROUND, *FOLDERS, *TOP}
+    assert {folder_of(name) for _, name in module_names()} == {
+        *BASE_MODULES,
+        *FOLDERS,
+        *TOP_MODULES,
+    }
 
 
 def test_folders_import_downwards():

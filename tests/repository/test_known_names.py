@@ -28,7 +28,7 @@ from streambp import known_names
 from streambp.launch import hook
 
 PACKAGE = Path(known_names.__file__).parent
-MADE_UP = "_a_name_that_nobody_has"
+UNKNOWN_NAME = "_a_name_that_nobody_has"
 # The versions whose names are listed; older ones lack some of them.
 VERSIONS = {
     "transformers": "5.24",
@@ -40,7 +40,7 @@ VERSIONS = {
 }
 # Of no model of transformers 5.24, with the last version that has it. Models outside of
 # transformers may.
-GONE = {
+REMOVED_NAMES = {
     "cache_position": "before 5.23",
     "past_key_value": "before 5.23",
     "past_key_values": "5.23",
@@ -49,13 +49,13 @@ GONE = {
 # which the tests' environments need not have
 PACKAGES_ELSEWHERE = {"deepspeed", "liger_kernel", "torchao", "bitsandbytes"}
 # Of transformers: modules that all models have in common.
-COMMON = (
+COMMON_WORDS = (
     "configuration_utils", "cache_utils", "masking_utils", "trainer", "hub_kernels", "sdpa_", "flash_", "flex_",
     "output_capturing", "generic", "mxfp4",
 )  # fmt: skip
 
 
-def sources(library, starts=("modeling_", *COMMON)):
+def sources(library, starts=("modeling_", *COMMON_WORDS)):
     """The texts of a library's modules; of transformers those of models and what they have in
     common."""
     [folder] = importlib.util.find_spec(library).submodule_search_locations
@@ -116,7 +116,9 @@ def ends_and_starts():
     contract()(lambda module: module)(module)
     names = [str(name) for name in vars(module)]
     ends: set[str] = (
-        {known_names.HOOKS} if any(n.endswith(known_names.HOOKS) for n in names) else set()
+        {known_names.HOOK_TABLE_SUFFIX}
+        if any(n.endswith(known_names.HOOK_TABLE_SUFFIX) for n in names)
+        else set()
     )
     start = known_names.COMPOSABLE_STATE
     return ends | ({start} if any(name.startswith(start) for name in names) else set())
@@ -150,49 +152,55 @@ def indexers():
 
 # The constants by the library that has their names, and by what tells: its sources, where nothing
 # else is said.
-CHECKED = {
+CHECKED_NAMES = {
     (
         "transformers",
         arguments,
-    ): "TOKEN_DIMS UNTYPED_CACHES STATE PICKED DISTANCES PER_KEY DOCUMENT_IDS DOCUMENT_ENDS",
-    ("transformers", modules): "MASKING DEPRECATION",
+    ): "TOKEN_DIMS UNTYPED_CACHES STATE_ARGUMENT PICKED_KEYS_ARGUMENT DISTANCES KEY_ARGUMENTS "
+    "DOCUMENT_IDS DOCUMENT_ENDS",
+    ("transformers", modules): "MASKING_MODULE DEPRECATION_MODULE",
     ("transformers", indexers): "INDEXER",
     ("transformers", None): """
-        ATTENTION_TABLE EAGER SDPA FLASH EAGER_FORWARD IMPLEMENTATION EXPERTS_IMPLEMENTATION SOFTMAX FLASH_FORWARD
-        HUB_KERNEL MASK_MAKERS FOREIGN_ARGUMENTS PICKS SINKS UPDATE INDEX_UPDATE INDEXER_CALLS INDEX_HEADS INDEX_TOPK
-        POSITION_BIAS CROSS_BIAS HAS_TABLE BIAS_TABLE COMPUTE_BIAS BUCKETS QUERY_OFFSET SEQUENCE_LENGTH
-        LINEAR_CACHE OWN_SCAN CACHE_CALLS MXFP4_EXPERTS
-        CONV_UPDATE RECURRENT_UPDATE STATE_PROTOCOL
-        ATTENTION SHARES_LAYERS SHARED_LAYERS FINAL_NORMS READ_ALWAYS CHECKPOINTING CHECKPOINTING_SWITCHES PREDICTION
-        FILLED_IN CALLED_KERNEL DELTA_RULE STATE_SCAN SELECTIVE_SCAN CONVOLUTION CONVOLUTION_STATE PLANNED_CONVOLUTION
-        TRAINERS_LOSS
-        PLANNED_DELTA_RULE PLANNED_MAMBA1 PLANNED_SCAN PLANNED_MAMBA2 KERNEL_IMPORTS SHARED_INPUTS EMBEDS PER_TOKEN IN_ORDER
-        HIDDEN_STATES ROUTER_LOGITS Z_LOSS ROTATED ONE_INPUT CAPTURES
-        SAYS_NOTHING_OF_TOKENS LABELS NOISY_EMBEDDINGS NO_PART_OF_A_STEP ROTARY GATED_MLP FUSED_MLP ACTIVATIONS NORM""",
+        ATTENTION_TABLE EAGER SDPA FLASH EAGER_FORWARD IMPLEMENTATION EXPERTS_IMPLEMENTATION
+        SOFTMAX_FUNCTIONS FLASH_FORWARD HUB_KERNEL MASK_MAKERS FOREIGN_ARGUMENTS
+        PICKS_ARGUMENT SINK_ARGUMENTS UPDATE_METHOD INDEX_UPDATE INDEXER_CALLS
+        INDEX_HEADS INDEX_TOPK POSITION_BIAS CROSS_BIAS HAS_TABLE BIAS_TABLE COMPUTE_BIAS
+        BUCKETS QUERY_OFFSET SEQUENCE_LENGTH LINEAR_CACHE OWN_SCAN CACHE_CALLS MXFP4_EXPERTS
+        CONV_UPDATE RECURRENT_UPDATE STATE_PROTOCOL ATTENTION SHARED_LAYER_COUNT SHARED_LAYERS
+        FINAL_NORMS ATTENTION_ATTRIBUTES CHECKPOINTING_ATTRIBUTES CHECKPOINTING_SWITCHES
+        PREDICTION CONFIG_DEFAULTS_VARIABLE CALLED_KERNEL DELTA_RULE STATE_SCAN SELECTIVE_SCAN
+        CONVOLUTION CONVOLUTION_STATE PLANNED_CONVOLUTION TRAINERS_LOSS PLANNED_DELTA_RULE
+        PLANNED_MAMBA1 PLANNED_SCAN PLANNED_MAMBA2 KERNEL_IMPORTS SHARED_INPUTS
+        EMBEDDINGS_ARGUMENT TOKEN_ARGUMENTS MARKED_TOKEN_ARGUMENTS HIDDEN_STATES ROUTER_LOGITS
+        Z_LOSS ROTARY_PARAMETERS SHARED_INPUT_LINEARS CAPTURE_HOOKS_FLAG
+        TOKEN_INDEPENDENT_ARGUMENTS LABELS NOISY_EMBEDDINGS IRRELEVANT_CONFIG_KEYS ROTARY
+        GATED_MLP FUSED_MLP ACTIVATIONS NORM_CLASS_SUFFIX""",
     ("torch", of_torch): """
-        MODULE_HOOKS FORWARD_HOOKS BACKWARD_HOOKS WITH_KWARGS MODULE_TABLES GLOBAL_HOOKS TENSOR_HOOKS UNSEEN_WRITES
-        REPLICATE MOVES SHARD_HERE
-        COMPILED COMPILED_CALL COMPILED_FROM USE_COUNT ACCUMULATE_GRAD FUNCTION_OF_NODE DDP_SINK FSDP_UNIT FSDP_GROUPS
-        FSDP_PARAMETERS FSDP_GATHERS FSDP_OFFLOADED FSDP1 FLAT_PARAMETER CONTEXT_PARALLEL CONTEXT_PARALLEL_MESH
-        CONTEXT_PARALLEL_OPTIONS CONTEXT_PARALLEL_BALANCED GATHER REDUCE_SCATTER""",
-    ("torch", ends_and_starts): "COMPOSABLE_STATE HOOKS",
+        MODULE_HOOKS FORWARD_HOOKS BACKWARD_HOOKS KWARGS_HOOKS MODULE_TABLES GLOBAL_HOOKS
+        TENSOR_HOOKS UNSEEN_WRITES REPLICATE APPLY_METHOD LOCAL_SHARD COMPILED_MODULE_ATTRIBUTE
+        COMPILED_CALL COMPILED_FROM USE_COUNT ACCUMULATE_GRAD FUNCTION_OF_NODE DDP_SINK
+        FSDP_UNIT FSDP_GROUPS FSDP_PARAMETERS FSDP_GATHERS FSDP_OFFLOADED FSDP1 FLAT_PARAMETER
+        CONTEXT_PARALLEL CONTEXT_PARALLEL_MESH CONTEXT_PARALLEL_OPTIONS
+        CONTEXT_PARALLEL_BALANCED GATHER REDUCE_SCATTER""",
+    ("torch", ends_and_starts): "COMPOSABLE_STATE HOOK_TABLE_SUFFIX",
     ("torch", namespaces): "COLLECTIVES",
     ("deepspeed", None): """
-        Z3_LEAF PARTITIONED FULL_SHAPE ZERO_GROUP GRADIENT_HOOKED ZERO_OPTIMIZERS OFFLOADS_PARAMETERS OFFLOADS_STATES
-        ZERO_COUNTERS PRE_BACKWARD RUNS_BEFORE_BACKWARD SCALING_HOOK ULYSSES_GROUP ULYSSES_ATTENTION ULYSSES_NOT_IN_EVAL""",
+        Z3_LEAF PARTITION_ID FULL_SHAPE ZERO_GROUP GRADIENT_HOOKED ZERO_OPTIMIZERS
+        OFFLOADS_PARAMETERS OFFLOADS_STATES ZERO_COUNTERS PRE_BACKWARD RUNS_BEFORE_BACKWARD
+        SCALING_HOOK ULYSSES_GROUP ULYSSES_ATTENTION ULYSSES_NOT_IN_EVAL""",
     (
         "accelerate",
         None,
-    ): "ACCELERATE_ORIGINAL ACCELERATE_HOOK ACCELERATE_FORWARD DROPS_MASKS SPLITS",
+    ): "ACCELERATE_ORIGINAL ACCELERATE_HOOK ACCELERATE_FORWARD MASK_DROPPING_HOOKS SPLIT_SIZES",
     ("peft", modules): "LORA_LAYERS LORA_OF_PACKED",
     (
         "peft",
         None,
-    ): "BASE_LAYER LORA_FACTORS ALORA_OFFSETS FOR_ONE_FORWARD CPT_FORWARD PEFT_CHECKPOINTING "
-    "ADAPTER_ACTIVATION",
+    ): "BASE_LAYER LORA_FACTORS ALORA_OFFSETS PEFT_FORWARD_ARGUMENTS CPT_FORWARD "
+    "PEFT_CHECKPOINTING ADAPTER_ACTIVATION",
     ("trl", None): """
-        TRLS_HEAD TRLS_FORWARD TRLS_TEMPERATURE TRLS_IN_FLOAT32 TRLS_OUTPUTS ASKS_TRLS_HEAD OPTIONAL_OUTPUTS GRPOS_OWN
-        PREPARES ROLLOUTS PROMPTS IMAGES_OF_ROWS""",
+        TRLS_HEAD TRLS_FORWARD TRLS_TEMPERATURE TRLS_IN_FLOAT32 TRLS_OUTPUTS FUSED_HEAD_ARGUMENT
+        OPTIONAL_OUTPUTS GRPO_ONLY_SETTINGS PREPARE_INPUTS ROLLOUTS PROMPT_FIELDS IMAGES_OF_ROWS""",
     ("verl", None): "VERLS_SIZE VERLS_STRATEGY VERLS_OFFLOAD",
     ("swift", None): "SWIFTS_PLUGIN",
     ("unsloth", None): "UNSLOTH",
@@ -206,13 +214,14 @@ CHECKED = {
     (
         "liger_kernel",
         None,
-    ): "LIGER LIGERS_PATCHES LIGERS_TABLE LIGERS_NORM LIGERS_ROUNDINGS NOT_OF_LAYERS",
+    ): "LIGER LIGERS_PATCHES LIGERS_TABLE LIGERS_NORM LIGERS_ROUNDINGS LIGER_OTHER_PARTS",
     (
         "torch",
         packages,
-    ): "ENGINES HOOKS_ARE_HARMLESS MODULES_ARE_HARMLESS FORWARDS_ARE_PLAIN OBJECTS_ARE_KNOWN",
+    ): "ENGINE_PACKAGES HOOKS_ARE_HARMLESS MODULES_ARE_HARMLESS FORWARDS_ARE_PLAIN "
+    "OBJECTS_ARE_KNOWN",
 }
-CHECKS = {constant: check for check, listed in CHECKED.items() for constant in listed.split()}
+CHECKS = {constant: check for check, listed in CHECKED_NAMES.items() for constant in listed.split()}
 # Names that are made of others: DeepSpeed's ds_ starts many, and autograd calls the node of a
 # Function by its class.
 STARTS = {
@@ -241,9 +250,13 @@ def missing_names(constant, names):
     lacking = [
         name
         for name in names_to_find
-        if name not in names_of_library and name not in PACKAGES_ELSEWHERE | GONE.keys()
+        if name not in names_of_library and name not in PACKAGES_ELSEWHERE | REMOVED_NAMES.keys()
     ]
-    if lacking and installed < version.parse(VERSIONS.get(library, "0")) and MADE_UP not in lacking:
+    if (
+        lacking
+        and installed < version.parse(VERSIONS.get(library, "0"))
+        and UNKNOWN_NAME not in lacking
+    ):
         pytest.skip(f"{library} {installed} is older than {VERSIONS[library]} and has no {lacking}")
     return lacking
 
@@ -262,8 +275,8 @@ def test_the_installed_version_has_it(constant):
 def test_a_name_that_nobody_has_is_found(constant):
     names = constants()[constant]
     assert (
-        missing_names(constant, [*([names] if isinstance(names, str) else names), MADE_UP])[-1]
-        == MADE_UP
+        missing_names(constant, [*([names] if isinstance(names, str) else names), UNKNOWN_NAME])[-1]
+        == UNKNOWN_NAME
     )
 
 
@@ -274,7 +287,7 @@ def test_every_constant_is_checked():
         for value in constants().values()
         for name in ([value] if isinstance(value, str) else value)
     }
-    assert GONE.keys() | STARTS.keys() | PACKAGES_ELSEWHERE <= names
+    assert REMOVED_NAMES.keys() | STARTS.keys() | PACKAGES_ELSEWHERE <= names
 
 
 def test_names_that_are_gone_are_gone():
@@ -283,14 +296,14 @@ def test_names_that_are_gone_are_gone():
         VERSIONS["transformers"]
     ):
         pytest.skip("an older transformers may still have them")
-    assert not arguments() & GONE.keys()
+    assert not arguments() & REMOVED_NAMES.keys()
 
 
 def test_the_launch_hook_waits_for_modules_that_are_there():
     """It imports nothing, so that its names stand in its own file."""
     waits = [
         name
-        for name in hook.Hook().actions
+        for name in hook.ImportHook().actions
         if importlib.util.find_spec(name.partition(".")[0]) is not None
     ]
     assert [name for name in waits if importlib.util.find_spec(name) is None] == []

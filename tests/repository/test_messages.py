@@ -9,7 +9,7 @@ import pytest
 from scripts.messages import main, messages, rules_broken
 
 PACKAGE = Path(__file__).parents[2] / "streambp"
-SHARE = 0.05  # of all messages may break a rule
+MAX_SHARE = 0.05  # of all messages may break a rule
 
 
 def test_messages_of_errors_are_plain():
@@ -20,14 +20,14 @@ def test_messages_of_errors_are_plain():
         if rules:
             flagged.append(f"{message.location} {rules} {message.text}")
     assert len(rows) > 200
-    assert len(flagged) <= SHARE * len(rows), "\n".join(flagged)
+    assert len(flagged) <= MAX_SHARE * len(rows), "\n".join(flagged)
 
 
-CLEAR = "The mask has shape _, but the batch has _ rows. Pass a mask of the batch's shape."
-BREAKS = {
-    CLEAR: [],
+CLEAR_MESSAGE = "The mask has shape _, but the batch has _ rows. Pass a mask of the batch's shape."
+RULE_BREAKS = {
+    CLEAR_MESSAGE: [],
     "seq_len is _; it must be a positive number.": [],
-    "The layer ran. " + CLEAR.replace("rows", "rows " * 30): ["long"],
+    "The layer ran. " + CLEAR_MESSAGE.replace("rows", "rows " * 30): ["long"],
     "The layer has a value that is read by what comes. Call backward once.": ["stacked"],
     "They changed it, and others read them. Call backward once.": ["vague"],
     "The layer handed its mask on. Call backward once.": ["private"],
@@ -37,9 +37,9 @@ BREAKS = {
 }
 
 
-@pytest.mark.parametrize("text", BREAKS)
+@pytest.mark.parametrize("text", RULE_BREAKS)
 def test_a_rule_finds_its_message(text):
-    assert rules_broken(text) == BREAKS[text]
+    assert rules_broken(text) == RULE_BREAKS[text]
 
 
 SOURCE = '''

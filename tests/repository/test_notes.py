@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("streambp", "tests", "docs", "examples")
 SUFFIXES = (".py", ".md", ".cpp", ".sh")
-INVENTED = ("test_house.py", "test_docstrings.py", "test_notes.py")  # examples of notes
+FILES_WITH_EXAMPLES = ("test_house.py", "test_docstrings.py", "test_notes.py")  # examples of notes
 PAGE = "docs/explanation/how-it-works.md"
 MAX_NOTES = 27  # of the package; a note that two places cite is a comment at each of them
 MIN_CITATIONS = 3
@@ -53,7 +53,7 @@ def sources_of(root):
     texts = {}
     for folder in FOLDERS:
         for path in sorted((root / folder).rglob("*")):
-            if path.suffix in SUFFIXES and path.name not in INVENTED:
+            if path.suffix in SUFFIXES and path.name not in FILES_WITH_EXAMPLES:
                 texts[path.relative_to(root).as_posix()] = path.read_text("utf-8")
     return texts
 
@@ -76,18 +76,18 @@ def test_the_page_lists_all_notes():
     assert sorted(listed(sources[PAGE])) == sorted(texts)
 
 
-CITED = "x = 1  # [Note: a rule]\n" * MIN_CITATIONS
+CITED_SOURCE = "x = 1  # [Note: a rule]\n" * MIN_CITATIONS
 
 
 @pytest.mark.parametrize(
     ("text", "citing", "expected"),
     [
-        ('"""A.\n\n[Note: a rule] It holds."""', CITED, []),
-        ("# [Note: a rule] It holds.", CITED, []),
-        ("", CITED, ["the text of [Note: a rule] stands 0 times: []"]),
+        ('"""A.\n\n[Note: a rule] It holds."""', CITED_SOURCE, []),
+        ("# [Note: a rule] It holds.", CITED_SOURCE, []),
+        ("", CITED_SOURCE, ["the text of [Note: a rule] stands 0 times: []"]),
         (
             "\n\n[Note: a rule] It holds.\n\n[Note: a rule] It holds.",
-            CITED,
+            CITED_SOURCE,
             ["the text of [Note: a rule] stands 2 times: ['streambp/text.py', 'streambp/text.py']"],
         ),
         (

@@ -29,7 +29,7 @@ def test_no_folder_is_harder_to_read_than_its_limits():
     assert exceeded(with_total(rows), json.loads(LIMITS.read_text())) == []
 
 
-BREAKS = {
+RULE_BREAKS = {
     "Whether a layer streams is decided here.": ["clause"],
     "Of the last chunk, in bytes.": ["fragment"],
     "Return the value that is read by what the layer has that streams.": ["stacked"],
@@ -41,10 +41,10 @@ BREAKS = {
 }
 
 
-@pytest.mark.parametrize("sentence", BREAKS)
+@pytest.mark.parametrize("sentence", RULE_BREAKS)
 def test_a_rule_finds_its_sentence(sentence):
-    assert set(BREAKS[sentence]) <= set(broken(sentence, in_section=False))
-    assert BREAKS[sentence] or broken(sentence, in_section=False) == []
+    assert set(RULE_BREAKS[sentence]) <= set(broken(sentence, in_section=False))
+    assert RULE_BREAKS[sentence] or broken(sentence, in_section=False) == []
 
 
 def test_long_sentences_are_counted_by_words():
@@ -78,43 +78,43 @@ def write(folder, text):
     return with_total(counts_of(folder)[0])
 
 
-CLEAR = '''"""Compute sums of values."""
+CLEAR_SOURCE = '''"""Compute sums of values."""
 
 
 def total(values):
     """Return the sum of all values."""
     return sum(values)
 '''
-WORSE = {
-    "prose": CLEAR.replace("Return the sum of all values", "Whether the sum is there"),
-    "no verb": CLEAR.replace("Return the sum of all values", "The sum of all values"),
-    "packed": CLEAR.replace("return sum(values)", "return sum(values) if values else 0"),
-    "tuples": CLEAR.replace("    return sum(values)", "    a, b = 1, 2\n    return a + b"),
-    "wide": CLEAR.replace("sum(values)", "sum(values)" + " + 0" * 30),
+WORSE_SOURCES = {
+    "prose": CLEAR_SOURCE.replace("Return the sum of all values", "Whether the sum is there"),
+    "no verb": CLEAR_SOURCE.replace("Return the sum of all values", "The sum of all values"),
+    "packed": CLEAR_SOURCE.replace("return sum(values)", "return sum(values) if values else 0"),
+    "tuples": CLEAR_SOURCE.replace("    return sum(values)", "    a, b = 1, 2\n    return a + b"),
+    "wide": CLEAR_SOURCE.replace("sum(values)", "sum(values)" + " + 0" * 30),
 }
 
 
-@pytest.mark.parametrize("change", WORSE)
+@pytest.mark.parametrize("change", WORSE_SOURCES)
 def test_a_folder_that_gets_worse_exceeds_its_limits(change, tmp_path):
-    limits = lower({}, write(tmp_path, CLEAR))
-    assert exceeded(write(tmp_path, CLEAR), limits) == []
-    assert exceeded(write(tmp_path, WORSE[change]), limits)
+    limits = lower({}, write(tmp_path, CLEAR_SOURCE))
+    assert exceeded(write(tmp_path, CLEAR_SOURCE), limits) == []
+    assert exceeded(write(tmp_path, WORSE_SOURCES[change]), limits)
 
 
 def test_limits_are_lowered_and_never_raised(tmp_path):
-    packed = lower({}, write(tmp_path, WORSE["packed"]))
-    clear = lower(packed, write(tmp_path, CLEAR))
+    packed = lower({}, write(tmp_path, WORSE_SOURCES["packed"]))
+    clear = lower(packed, write(tmp_path, CLEAR_SOURCE))
     assert clear["part"]["ifexp"] == 0.0 < packed["part"]["ifexp"]
-    assert lower(clear, write(tmp_path, WORSE["packed"])) == clear
+    assert lower(clear, write(tmp_path, WORSE_SOURCES["packed"])) == clear
 
 
 def test_a_new_folder_has_the_limits_of_all(tmp_path):
-    limits = {"all": lower({}, write(tmp_path, CLEAR))["all"]}
+    limits = {"all": lower({}, write(tmp_path, CLEAR_SOURCE))["all"]}
     assert exceeded({"new": Counter(lines=10, ifexp=5)}, limits) == ["new: ifexp 500.0, limit 0.0"]
 
 
 def test_the_table_is_printed(monkeypatch, capsys, tmp_path):
-    write(tmp_path, CLEAR)
+    write(tmp_path, CLEAR_SOURCE)
     monkeypatch.setattr("sys.argv", ["prose.py", str(tmp_path)])
     assert main() == 0
     assert capsys.readouterr().out.splitlines()[1].split()[:2] == ["part", "2"]

@@ -34,7 +34,7 @@ RENAMES = [
     [("Layer", "Block")],
     [('"""Run."""', '"""Run it."""')],
 ]
-OTHERS = [
+OTHER_CHANGES = [
     [("value + LIMIT", "value - LIMIT")],  # an operator
     [("LIMIT = 3", "LIMIT = 4")],
     [("total + value", "value + value")],  # two variables become one
@@ -61,7 +61,7 @@ def test_names_alone_are_no_difference(replacements):
     assert compared(replacements).differences == []
 
 
-@pytest.mark.parametrize("replacements", OTHERS, ids=str)
+@pytest.mark.parametrize("replacements", OTHER_CHANGES, ids=str)
 def test_every_other_change_is_a_difference(replacements):
     assert compared(replacements).differences
 

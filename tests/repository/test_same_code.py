@@ -8,7 +8,7 @@ import pytest
 
 from scripts.same_code import difference, main
 
-BEFORE = '''"""A module."""
+SOURCE_BEFORE = '''"""A module."""
 
 # Why it is here.
 LIMIT = 3  # noqa: E501
@@ -23,7 +23,7 @@ class Layer:
         """Run."""
         return f"{x}"  # words
 '''
-WORDS = {
+TEXT_CHANGES = {
     '"""A module."""': '"""Another module.\n\nWith two paragraphs.\n"""',
     '    """A layer."""\n': '    """A layer.\n\n    Attributes:\n        name: how it is called.\n    """\n',
     '        """Run."""\n': "",
@@ -44,25 +44,25 @@ CODE = {
 }
 
 
-@pytest.mark.parametrize("old", WORDS)
+@pytest.mark.parametrize("old", TEXT_CHANGES)
 def test_words_alone_are_no_difference(old):
-    new_source = BEFORE.replace(old, WORDS[old])
-    assert new_source != BEFORE
-    assert difference(BEFORE, new_source) is None
+    new_source = SOURCE_BEFORE.replace(old, TEXT_CHANGES[old])
+    assert new_source != SOURCE_BEFORE
+    assert difference(SOURCE_BEFORE, new_source) is None
 
 
 @pytest.mark.parametrize("old", CODE)
 def test_code_is_a_difference(old):
-    new_source = BEFORE.replace(old, CODE[old])
-    assert new_source != BEFORE
-    assert difference(BEFORE, new_source) is not None
+    new_source = SOURCE_BEFORE.replace(old, CODE[old])
+    assert new_source != SOURCE_BEFORE
+    assert difference(SOURCE_BEFORE, new_source) is not None
 
 
 @pytest.fixture
 def repository(tmp_path):
     (tmp_path / "part").mkdir()
     for name in ("part/a.py", "part/b.py", "c.py"):
-        (tmp_path / name).write_text(BEFORE)
+        (tmp_path / name).write_text(SOURCE_BEFORE)
     identity = ("-c", "user.name=n", "-c", "user.email=e@example.org")
     for command in (("init", "-q"), ("add", "."), (*identity, "commit", "-q", "-m", "first")):
         subprocess.run(("git", *command), cwd=tmp_path, check=True)
@@ -76,14 +76,14 @@ def run(repository, capsys, *paths):
 
 
 def test_a_tree_whose_words_changed_passes(repository, capsys):
-    (repository / "part" / "a.py").write_text(BEFORE.replace("Run.", "Return x as text."))
+    (repository / "part" / "a.py").write_text(SOURCE_BEFORE.replace("Run.", "Return x as text."))
     assert run(repository, capsys, "part") == (0, ["2 files at HEAD, 0 with other code."])
 
 
 def test_changed_added_and_removed_files_are_named(repository, capsys):
-    (repository / "part" / "a.py").write_text(BEFORE.replace("LIMIT = 3", "LIMIT = 4"))
+    (repository / "part" / "a.py").write_text(SOURCE_BEFORE.replace("LIMIT = 3", "LIMIT = 4"))
     (repository / "part" / "b.py").unlink()
-    (repository / "part" / "new.py").write_text(BEFORE)
+    (repository / "part" / "new.py").write_text(SOURCE_BEFORE)
     (repository / "c.py").write_text("")  # outside of the paths
     code, lines = run(repository, capsys, "part")
     assert code == 1

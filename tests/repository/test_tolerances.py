@@ -15,13 +15,13 @@ import torch
 
 from streambp.accumulate import GradientSum
 from streambp.attention.kv import KVBuffer
-from streambp.attention.spans import Block, Kind
+from streambp.attention.spans import Block, BlockKind
 from streambp.chunks import ChunkPlan
 from streambp.head import log_probs
 from tests import seeds, test_oracle
 from tests.families import build, make_batch
 from tests.head import test_log_probs
-from tests.oracle import BAR, EXACT, assert_as_precise, worst_error
+from tests.oracle import MAX_ERROR_RATIO, MAX_FLOAT64_ERROR, assert_as_precise, worst_error
 from tests.seeds import seeded
 from tests.tiers import thinned
 
@@ -47,21 +47,24 @@ def test_a_gradient_that_cancels_may_be_all_rounding(size):
     noise = draw(*reference["c"].shape)
     assert (
         worst_error({**reference, "c": reference["c"] + EPS * noise / noise.norm()}, reference)
-        <= EXACT
+        <= MAX_FLOAT64_ERROR
     )
     assert (
         worst_error(
             {**reference, "c": reference["c"] + 100 * EPS * noise / noise.norm()}, reference
         )
-        > EXACT
+        > MAX_FLOAT64_ERROR
     )
 
 
 @pytest.mark.parametrize("size", [1.0, 1e-3, 1e-6, 1e-11])
 def test_a_lost_percent_is_found_however_small_the_gradient(size):
     reference = with_small(size)
-    assert worst_error({**reference, "c": 0.99 * reference["c"]}, reference) > EXACT
-    assert worst_error({**reference, "c": torch.zeros_like(reference["c"])}, reference) > 10 * EXACT
+    assert worst_error({**reference, "c": 0.99 * reference["c"]}, reference) > MAX_FLOAT64_ERROR
+    assert (
+        worst_error({**reference, "c": torch.zeros_like(reference["c"])}, reference)
+        > 10 * MAX_FLOAT64_ERROR
+    )
 
 
 def test_what_is_not_finite_or_missing_is_found():
@@ -106,7 +109,7 @@ def test_too_much_scatter_is_no_verdict():
 
 @pytest.mark.full
 def test_a_model_that_is_a_tenth_worse_fails():
-    with pytest.raises(AssertionError, match=f"more than {BAR}"):
+    with pytest.raises(AssertionError, match=f"more than {MAX_ERROR_RATIO}"):
         assert_as_precise(
             (1.10 * ours, stock)
             for ours, stock in test_oracle.bf16_errors(length=64, chunk_size=11, layers=1)
@@ -130,7 +133,7 @@ def check_key_sums():
     kv_storage = KVBuffer(k, k)
     kv_storage.grow_accumulators()
     for part in parts:
-        kv_storage.add(Block(Kind.FULL, 0, 1, 0, 1, 0, 5), part, -part)
+        kv_storage.add(Block(BlockKind.FULL, 0, 1, 0, 1, 0, 5), part, -part)
     expected = torch.stack(parts).double().sum(0)
     for gradient, sign in zip(kv_storage.take_gradients(ChunkPlan(5, 5)[0]), (1, -1), strict=True):
         check_rounded_once(gradient.bfloat16(), sign * expected)

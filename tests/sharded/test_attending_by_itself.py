@@ -1,6 +1,6 @@
 """Encoders' layers that compute attention themselves: they get keys and values of all tokens.
 
-covers: sharded/attended.py, attention/kinds.py, admission/stacks.py
+covers: sharded/split_attention.py, attention/kinds.py, admission/stacks.py
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from transformers import (
 )
 
 import streambp
-from streambp.attention.prefix import KeysOfAll
+from streambp.attention.prefix import FullSequenceKeys
 from streambp.sharded import bidirectional
 from streambp.sharded import layer as halves
-from streambp.sharded.attended import ReadByChunk
-from tests.oracle import EXACT, worst_error
+from streambp.sharded.split_attention import ChunkwiseKeys
+from tests.oracle import MAX_FLOAT64_ERROR, worst_error
 from tests.seeds import seed_torch
 from tests.sharded.test_bidirectional import CHUNK, LENGTH, NO_DROPOUT, SIZES, in_halves, padding
 
@@ -34,7 +34,7 @@ __all__ = ["in_halves"]  # a fixture
 
 pytestmark = pytest.mark.usefixtures("float64_everywhere")
 
-MAKE = {
+MODEL_BUILDERS = {
     "megatron_bert": lambda: MegatronBertForMaskedLM(MegatronBertConfig(**SIZES, **NO_DROPOUT)),
     "rembert": lambda: RemBertForMaskedLM(
         RemBertConfig(
@@ -71,7 +71,7 @@ def gradients(model, batch):
 
 
 def check(name, kind, **settings):
-    stock = MAKE[name]().train()
+    stock = MODEL_BUILDERS[name]().train()
     batch = batch_of(kind)
     loss, expected = gradients(stock, batch)
     config = streambp.StreamConfig(**{"chunk_size": CHUNK, **settings})
@@ -79,7 +79,7 @@ def check(name, kind, **settings):
     for _ in range(2):
         ours_loss, our_gradients = gradients(ours, batch)
         assert abs(ours_loss - loss) <= 1e-12 * abs(loss)
-        assert worst_error(our_gradients, expected) <= EXACT
+        assert worst_error(our_gradients, expected) <= MAX_FLOAT64_ERROR
     described = streambp.describe(ours)
     assert [layer.path for layer in described.layers] == ["streams"] * 2
     return described
@@ -87,7 +87,7 @@ def check(name, kind, **settings):
 
 @pytest.mark.fast("megatron_bert-right", "rembert-left", "roformer-between", "megatron_bert-none")
 @pytest.mark.parametrize("kind", ["right", "none", "left", "between"])
-@pytest.mark.parametrize("name", list(MAKE))
+@pytest.mark.parametrize("name", list(MODEL_BUILDERS))
 def test_exact(name, kind, in_halves):
     seed_torch()
     described = check(name, kind)
@@ -144,7 +144,7 @@ def test_an_encoder_beside_a_decoder_stays_as_it_is(in_halves):
     assert "its attention is bidirectional (an encoder or a tower)" in described
 
 
-class ForgetsKeys(ReadByChunk):
+class ForgetsKeys(ChunkwiseKeys):
     """Leaves out what other chunks give to keys and values."""
 
     def store_gradients(self, chunk, gradients):
@@ -158,17 +158,17 @@ class ForgetsKeys(ReadByChunk):
 
 def own_keys_alone(self, k, v):
     if self.keys is None:
-        return READ(self, k, v)
+        return READ_KEYS(self, k, v)
     return self.keys[0][:, :, : self.chunk.stop], self.keys[1][:, :, : self.chunk.stop]
 
 
-READ = KeysOfAll.read
+READ_KEYS = FullSequenceKeys.read
 MUTANTS = {
-    "gradients of other chunks' keys are lost": (halves, "ReadByChunk", ForgetsKeys),
+    "gradients of other chunks' keys are lost": (halves, "ChunkwiseKeys", ForgetsKeys),
     "a first half that is not differentiated": (
         halves, "_differentiate_before", lambda call, work, gradients: None,
     ),
-    "keys behind the chunk are not read": (KeysOfAll, "read", own_keys_alone),
+    "keys behind the chunk are not read": (FullSequenceKeys, "read", own_keys_alone),
     "chunks of a causal layer": (
         bidirectional,
         "BidirectionalCall",

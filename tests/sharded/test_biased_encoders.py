@@ -1,6 +1,6 @@
 """Encoders whose attention adds T5's bias by distance: they stream, alone and before a decoder.
 
-covers: sharded/attended.py, sharded/layer.py, attention/kinds.py, admission/biased.py
+covers: sharded/split_attention.py, sharded/layer.py, attention/kinds.py, admission/t5_bias.py
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from transformers.models.t5 import modeling_t5
 import streambp
 from streambp.admission.own_run import StreamingMismatchError
 from streambp.attention import interface, kernels
-from streambp.sharded import attended
+from streambp.sharded import split_attention
 from tests.admission import test_biased
 from tests.model.test_encoder_decoders import gradients as gradients_of_loss
-from tests.oracle import EXACT, worst_error
+from tests.oracle import MAX_FLOAT64_ERROR, worst_error
 from tests.seeds import seed_torch
 
 LENGTH = 22  # 3 chunks of 7, and one token
 SIZES = {**test_biased.SIZES, "num_layers": 2}
-MAKE = {
+MODEL_BUILDERS = {
     "t5": lambda **settings: T5EncoderModel(T5Config(**{**SIZES, **settings})),
     "mt5": lambda **settings: MT5EncoderModel(MT5Config(**{**SIZES, **settings})),
     "umt5": lambda **settings: UMT5EncoderModel(UMT5Config(**{**SIZES, **settings})),
@@ -46,7 +46,7 @@ pytestmark = [
 
 
 def model_of(name, implementation="eager", **config_changes):
-    return test_biased.with_large_biases(MAKE[name](**config_changes), implementation)
+    return test_biased.with_large_biases(MODEL_BUILDERS[name](**config_changes), implementation)
 
 
 def batch_of(padding):
@@ -84,7 +84,7 @@ def check(name, implementation="eager", padding="right", make=lambda model: mode
     for _ in range(2):
         ours_loss, our_gradients = gradients(ours, batch, weights)
         assert abs(ours_loss - loss) <= 1e-12 * abs(loss)
-        assert worst_error(our_gradients, expected) <= EXACT
+        assert worst_error(our_gradients, expected) <= MAX_FLOAT64_ERROR
     described = streambp.describe(ours)
     assert [layer.path for layer in described.layers] == ["streams"] * 2
     return expected
@@ -101,7 +101,7 @@ def test_exact(name, padding):
 @pytest.mark.full
 @pytest.mark.parametrize("padding", ["right", "none", "left", "between"])
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-@pytest.mark.parametrize("name", list(MAKE))
+@pytest.mark.parametrize("name", list(MODEL_BUILDERS))
 def test_all_forms(name, implementation, padding):
     seed_torch(1)
     check(name, implementation, padding)
@@ -165,7 +165,7 @@ def test_a_decoder_reads_a_streamed_encoder():
     ours = streambp.patch(copy.deepcopy(stock), streambp.StreamConfig(chunk_size=7))
     found_loss, our_gradients = gradients_of_loss(ours, batch)
     assert abs(found_loss - loss) <= 1e-12 * abs(loss)
-    assert worst_error(our_gradients, expected) <= EXACT
+    assert worst_error(our_gradients, expected) <= MAX_FLOAT64_ERROR
     assert sum("relative_attention_bias" in n for n in our_gradients) == 2
     names = [layer.name for layer in streambp.describe(ours).layers]
     assert [name.split(".")[0] for name in names] == ["decoder"] * 3 + ["encoder"] * 3
@@ -200,7 +200,9 @@ def test_dropout(name):
     assert abs((bias_gradient * direction).sum() - slope) <= 1e-6 * abs(slope)
 
 
-def lose_the_bias(self, chunk, leaf_gradients, real=attended.AttendedByChunk.store_gradients):
+def lose_the_bias(
+    self, chunk, leaf_gradients, real=split_attention.ChunkwiseAttention.store_gradients
+):
     """No gradient for the bias from the first chunk."""
     other_gradients = [
         None if g is not None and g.dim() == 3 and chunk.start == 0 else g for g in leaf_gradients
@@ -208,27 +210,27 @@ def lose_the_bias(self, chunk, leaf_gradients, real=attended.AttendedByChunk.sto
     real(self, chunk, other_gradients)
 
 
-def without_bias(one_call, chunk, real=attended.params_of):
+def without_bias(one_call, chunk, real=split_attention.params_of):
     return real(one_call, chunk)._replace(bias=None)
 
 
-def shifted(module, length, device, real=interface.by_distance):
+def shifted(module, length, device, real=interface.distance_bias):
     return real(module, length, device).roll(1, -1)
 
 
 MUTANTS = {
     "the table loses one chunk's gradient": (
-        attended.AttendedByChunk, "store_gradients", lose_the_bias, "t5",
+        split_attention.ChunkwiseAttention, "store_gradients", lose_the_bias, "t5",
     ),
     "the module's table loses one chunk's gradient": (
-        attended.AttendedByChunk, "store_gradients", lose_the_bias, "umt5",
+        split_attention.ChunkwiseAttention, "store_gradients", lose_the_bias, "umt5",
     ),
-    "attention adds no bias": (attended, "params_of", without_bias, "t5"),
+    "attention adds no bias": (split_attention, "params_of", without_bias, "t5"),
     "distances are of the other sign": (
-        kernels, "of_pairs",
-        lambda bias, *block, real=kernels.of_pairs: real(bias.flip(-1), *block), "t5",
+        kernels, "pair_bias",
+        lambda bias, *block, real=kernels.pair_bias: real(bias.flip(-1), *block), "t5",
     ),
-    "the module's distances begin at 1": (interface, "by_distance", shifted, "umt5"),
+    "the module's distances begin at 1": (interface, "distance_bias", shifted, "umt5"),
 }  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """Layers whose attention reads ahead: encoders, decoders made bidirectional, prefixes.
 
-covers: sharded/attended.py, sharded/bidirectional.py, attention/kinds.py
+covers: sharded/split_attention.py, sharded/bidirectional.py, attention/kinds.py
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ import streambp
 from streambp.admission import long_trial
 from streambp.attention import mask_scan, masks
 from streambp.attention.prefix import Prefix
-from streambp.attention.spans import Run, Spans
+from streambp.attention.spans import QueryRun, Spans
 from streambp.layer.recompute import NULL_CONTEXT
-from streambp.sharded import attended, bidirectional
+from streambp.sharded import bidirectional, split_attention
 from streambp.sharded import layer as halves
-from tests.oracle import EXACT, worst_error
+from tests.oracle import MAX_FLOAT64_ERROR, worst_error
 from tests.seeds import seed_torch
 
 LENGTH = 22  # 3 chunks of 7, and one token
@@ -47,7 +47,7 @@ SIZES = {
     "pad_token_id": 0,
 }  # fmt: skip
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-MODERN = {
+MODERNBERT_SIZES = {
     **SIZES, "num_hidden_layers": 4, "local_attention": 8, "global_attn_every_n_layers": 3, "bos_token_id": 1,
     "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2,
 }  # fmt: skip
@@ -91,11 +91,11 @@ def embedding_gemma():
     )
 
 
-MAKE = {
+MODEL_BUILDERS = {
     "llama": llama,
     "embedding_gemma": embedding_gemma,
-    "modernbert": lambda: ModernBertModel(ModernBertConfig(**MODERN)),
-    "modernbert_masked": lambda: ModernBertForMaskedLM(ModernBertConfig(**MODERN)),
+    "modernbert": lambda: ModernBertModel(ModernBertConfig(**MODERNBERT_SIZES)),
+    "modernbert_masked": lambda: ModernBertForMaskedLM(ModernBertConfig(**MODERNBERT_SIZES)),
     "bert": lambda: BertModel(BertConfig(**SIZES, **NO_DROPOUT)),
     "bert_masked": lambda: BertForMaskedLM(BertConfig(**SIZES, **NO_DROPOUT)),
     "roberta_classifier": lambda: RobertaForSequenceClassification(
@@ -152,17 +152,17 @@ def check(stock, batch, **settings):
     for _ in range(2):
         ours_loss, our_gradients = gradients(ours, batch, weights)
         assert abs(ours_loss - loss) <= 1e-12 * abs(loss)
-        assert worst_error(our_gradients, expected) <= EXACT
+        assert worst_error(our_gradients, expected) <= MAX_FLOAT64_ERROR
     return streambp.describe(ours)
 
 
 @pytest.mark.fast(2)
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("kind", ["right", "none", "left", "between"])
-@pytest.mark.parametrize("name", list(MAKE))
+@pytest.mark.parametrize("name", list(MODEL_BUILDERS))
 def test_exact(name, kind, implementation, in_halves):
     seed_torch()
-    model = MAKE[name]().train()
+    model = MODEL_BUILDERS[name]().train()
     model.set_attn_implementation(implementation)
     described = check(model, batch_of(kind), chunk_size=CHUNK)
     layers = model.config.num_hidden_layers
@@ -184,13 +184,13 @@ def test_exact(name, kind, implementation, in_halves):
 @pytest.mark.parametrize("name", ["llama", "modernbert"])
 def test_settings(name, settings, in_halves):
     seed_torch(1)
-    check(MAKE[name]().train(), batch_of("right"), **{"chunk_size": CHUNK, **settings})
+    check(MODEL_BUILDERS[name]().train(), batch_of("right"), **{"chunk_size": CHUNK, **settings})
     assert set(in_halves) == {LENGTH}
 
 
 def test_a_single_chunk_is_not_cut(in_halves):
     seed_torch(2)
-    described = check(MAKE["bert"]().train(), batch_of("right"), chunk_size=LENGTH)
+    described = check(MODEL_BUILDERS["bert"]().train(), batch_of("right"), chunk_size=LENGTH)
     assert [layer.path for layer in described.layers] == ["streams"] * 2
     assert not in_halves
 
@@ -200,7 +200,7 @@ def test_a_single_chunk_is_not_cut(in_halves):
 def test_tiles_of_a_window_that_nobody_reads_are_left_out(name, in_halves, monkeypatch):
     seed_torch(3)
     for module in (mask_scan, masks):
-        monkeypatch.setattr(module, "SCAN", 3)
+        monkeypatch.setattr(module, "SCAN_TILE_SIZE", 3)
     read = []
     blocks = masks.DenseMask.blocks
 
@@ -210,7 +210,7 @@ def test_tiles_of_a_window_that_nobody_reads_are_left_out(name, in_halves, monke
         return tiles
 
     monkeypatch.setattr(masks.DenseMask, "blocks", noted)
-    check(MAKE[name]().train(), batch_of("left"), chunk_size=CHUNK)
+    check(MODEL_BUILDERS[name]().train(), batch_of("left"), chunk_size=CHUNK)
     assert in_halves
     assert any(k0 > 0 for k0, _ in read)
     assert any(k1 < LENGTH for _, k1 in read)
@@ -220,7 +220,7 @@ def test_a_causal_mask_runs_as_unpatched(in_halves):
     """Eager attention reads the causal mask, sdpa gets none and reads all keys."""
     for implementation in ("sdpa", "eager"):
         seed_torch(4)
-        model = MAKE["llama"]().train()
+        model = MODEL_BUILDERS["llama"]().train()
         model.config.is_causal = True
         model.set_attn_implementation(implementation)
         described = str(check(model, batch_of("none"), chunk_size=CHUNK))
@@ -231,7 +231,7 @@ def test_a_causal_mask_runs_as_unpatched(in_halves):
 
 def test_a_row_of_padding_in_eager_attention_runs_as_unpatched(in_halves):
     seed_torch(5)
-    model = MAKE["bert"]().train()
+    model = MODEL_BUILDERS["bert"]().train()
     model.set_attn_implementation("eager")
     batch = batch_of("right")
     batch["attention_mask"][2] = 0
@@ -277,7 +277,7 @@ def test_prefixes(prefix, is_split, in_halves):
         grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
         results.append((loss.detach(), grads))
     assert abs(results[1][0] - results[0][0]) <= 1e-12
-    assert worst_error(results[1][1], results[0][1]) <= EXACT
+    assert worst_error(results[1][1], results[0][1]) <= MAX_FLOAT64_ERROR
     described = streambp.describe(ours)
     assert [layer.path for layer in described.layers] == ["streams"] * 2
     assert bool(in_halves) == is_split
@@ -385,21 +385,22 @@ MUTANTS = {
     "keys behind the query are not read": (
         masks, "find_reach",
         lambda tile, length, device: tuple(
-            (0, min(length, q0 + masks.SCAN)) for q0 in range(0, length, masks.SCAN)
+            (0, min(length, q0 + masks.SCAN_TILE_SIZE)) for q0 in range(0, length,
+                masks.SCAN_TILE_SIZE)
         ),
-        lambda: check(MAKE["modernbert"]().train(), batch_of("none"), chunk_size=CHUNK),
+        lambda: check(MODEL_BUILDERS["modernbert"]().train(), batch_of("none"), chunk_size=CHUNK),
     ),
     "a first half that draws anew": (
-        halves, "_as_before", lambda call, chunk: NULL_CONTEXT,
+        halves, "_replay_generators", lambda call, chunk: NULL_CONTEXT,
         lambda: fails_differences(True),
     ),
     "another mask of attention's dropout in backward": (
-        attended, "params_of", same_seed_everywhere,
+        split_attention, "params_of", same_seed_everywhere,
         lambda: fails_differences(False),
     ),
     "a first half that is not differentiated": (
         halves, "_differentiate_before", lambda call, work, gradients: None,
-        lambda: check(MAKE["bert"]().train(), batch_of("right"), chunk_size=CHUNK),
+        lambda: check(MODEL_BUILDERS["bert"]().train(), batch_of("right"), chunk_size=CHUNK),
     ),
 }  # fmt: skip
 
@@ -414,7 +415,7 @@ def test_mutants(mutant, monkeypatch):
     module, name, replacement, run = MUTANTS[mutant]
     seed_torch(10)
     for scanned in (mask_scan, masks):
-        monkeypatch.setattr(scanned, "SCAN", 3)
+        monkeypatch.setattr(scanned, "SCAN_TILE_SIZE", 3)
     monkeypatch.setattr(module, name, replacement)
     with pytest.raises((AssertionError, streambp.StreamBPError)):
         run()
@@ -445,7 +446,7 @@ def test_a_layer_that_writes_to_its_attentions_output(saves, in_halves):
     config = streambp.StreamConfig(chunk_size=CHUNK, saves=saves)
     ours = streambp.patch(copy.deepcopy(stock), config)
     for _ in range(2):
-        assert worst_error(gradients(ours, batch, weights)[1], expected) <= EXACT
+        assert worst_error(gradients(ours, batch, weights)[1], expected) <= MAX_FLOAT64_ERROR
     assert in_halves
 
 
@@ -458,7 +459,7 @@ def add_hooks(model, hook):
 def test_hooks_that_change_values(in_halves):
     """In the half that leaves other products out, a Linear with a hook is computed."""
     seed_torch(11)
-    model = MAKE["bert"]().train()
+    model = MODEL_BUILDERS["bert"]().train()
     add_hooks(model, lambda module, args, output: 1.5 * output + 0.1)
     described = check(model, batch_of("right"), chunk_size=CHUNK)
     assert [layer.path for layer in described.layers] == ["streams"] * 2
@@ -467,7 +468,7 @@ def test_hooks_that_change_values(in_halves):
 
 def test_recorders_keep_what_they_keep_unpatched():
     seed_torch(12)
-    stock = MAKE["bert"]().train()
+    stock = MODEL_BUILDERS["bert"]().train()
     shapes = {}
     for name, model in (("stock", stock), ("ours", copy.deepcopy(stock))):
         recorded = shapes[name] = []
@@ -495,4 +496,4 @@ def test_the_mutant_that_tries_chunks_with_later_keys_is_noticed(in_halves, monk
 
 
 def all_keys(rows, length):
-    return Spans(length, ((Run(0, length, 0, length),),) * rows)
+    return Spans(length, ((QueryRun(0, length, 0, length),),) * rows)

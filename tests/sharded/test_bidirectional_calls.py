@@ -13,9 +13,9 @@ import torch
 
 import streambp
 from streambp.attention import kinds, masks
-from tests.oracle import EXACT, worst_error
+from tests.oracle import MAX_FLOAT64_ERROR, worst_error
 from tests.seeds import seed_torch
-from tests.sharded.test_bidirectional import CHUNK, LENGTH, MAKE, in_halves, padding
+from tests.sharded.test_bidirectional import CHUNK, LENGTH, MODEL_BUILDERS, in_halves, padding
 
 __all__ = ["in_halves"]  # a fixture
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("float64_everywhere")
 
 
 def make_model(name, implementation="sdpa"):
-    model = MAKE[name]().train()
+    model = MODEL_BUILDERS[name]().train()
     model.set_attn_implementation(implementation)
     return model
 
@@ -54,7 +54,7 @@ def check(stock, step, steps=2, **settings):
     for _ in range(steps):
         ours_loss, our_gradients = gradients(ours, step)
         assert abs(ours_loss - loss) <= 1e-11 * abs(loss)
-        assert worst_error(our_gradients, expected) <= EXACT
+        assert worst_error(our_gradients, expected) <= MAX_FLOAT64_ERROR
     return streambp.describe(ours)
 
 
@@ -117,7 +117,7 @@ def test_inference_mode_first(name, in_halves):
         return weighted(model(input_ids=x, attention_mask=mask, use_cache=False)) + first
 
     check(make_model(name), step)
-    assert len(in_halves) == 4 * MAKE[name]().config.num_hidden_layers
+    assert len(in_halves) == 4 * MODEL_BUILDERS[name]().config.num_hidden_layers
 
 
 def mean_of(output, mask):

@@ -2,7 +2,7 @@
 bytes that backward keeps alive beside torch's checkpointing. In a Qwen3-8B shape the bytes are
 counted on tensors without data.
 
-covers: sharded/attended.py, sharded/bidirectional.py
+covers: sharded/split_attention.py, sharded/bidirectional.py
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from streambp.attention.masks import LazyMask
 from streambp.layer.layer_state import LayerState
 from streambp.planner.count import LiveBytes
 from streambp.sharded import layer as halves
-from streambp.sharded.attended import AttendedAtOnce
 from streambp.sharded.bidirectional import stream_bidirectional
+from streambp.sharded.split_attention import AllQueriesAttention
 from tests.counting import LinearFlops
 from tests.layer.test_bytes import KB, checkpointed, qwen3_8b_layer, run_layer
 from tests.seeds import seed_torch
@@ -75,7 +75,7 @@ def test_linear_products(name, bar):
 
 
 def test_the_mutant_that_leaves_no_product_out_is_noticed(monkeypatch):
-    monkeypatch.setattr(halves, "left_out", lambda linears, names: halves.NULL_CONTEXT)
+    monkeypatch.setattr(halves, "skip_outputs", lambda linears, names: halves.NULL_CONTEXT)
     with pytest.raises(AssertionError):
         test_linear_products("llama", 1.0)
 
@@ -152,6 +152,6 @@ def test_bytes_of_a_token_under_checkpointing():
 
 @pytest.mark.full
 def test_the_mutant_that_attends_all_queries_at_once_is_noticed(monkeypatch):
-    monkeypatch.setattr(halves, "AttendedByChunk", AttendedAtOnce)
+    monkeypatch.setattr(halves, "ChunkwiseAttention", AllQueriesAttention)
     with pytest.raises(AssertionError):
         test_bytes_of_a_token_in_a_qwen3_8b_shape()

@@ -15,12 +15,12 @@ import torch
 import streambp
 from tests.oracle import relative_l2
 from tests.seeds import seed_torch
-from tests.sharded.test_bidirectional import CHUNK, LENGTH, MAKE, in_halves, padding
+from tests.sharded.test_bidirectional import CHUNK, LENGTH, MODEL_BUILDERS, in_halves, padding
 
 __all__ = ["in_halves"]  # a fixture
 
 SEEDS = 16
-BAR = 1.05
+MAX_ERROR_RATIO = 1.05
 
 
 def gradients(model, ids, mask, weights, autocast):
@@ -34,7 +34,7 @@ def gradients(model, ids, mask, weights, autocast):
 def ratio(name, autocast, seed):
     """Our error over the unpatched model's, both against float64."""
     seed_torch(seed)
-    stock = MAKE[name]().train()
+    stock = MODEL_BUILDERS[name]().train()
     for parameter in stock.parameters():  # weights that fit in bfloat16
         parameter.data = parameter.data.bfloat16().float()
     ids, mask = torch.randint(3, 60, (3, LENGTH)), padding("right")
@@ -57,4 +57,4 @@ def test_the_error_is_the_unpatched_models(name, autocast, in_halves):
     ratios = [ratio(name, autocast, seed) for seed in range(SEEDS)]
     print(f"{name}: {statistics.mean(ratios):.3f} +- {statistics.stdev(ratios) / SEEDS**0.5:.3f}")
     assert in_halves
-    assert statistics.mean(ratios) <= BAR
+    assert statistics.mean(ratios) <= MAX_ERROR_RATIO

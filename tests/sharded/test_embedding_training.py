@@ -12,9 +12,9 @@ import torch
 
 import streambp
 from streambp.sharded import layer as halves
-from tests.oracle import EXACT, worst_error
+from tests.oracle import MAX_FLOAT64_ERROR, worst_error
 from tests.seeds import seed_torch
-from tests.sharded.test_bidirectional import CHUNK, MAKE, batch_of
+from tests.sharded.test_bidirectional import CHUNK, MODEL_BUILDERS, batch_of
 
 pytestmark = pytest.mark.usefixtures("float64_everywhere")
 POOLING = {"bert": "cls", "modernbert": "mean", "embedding_gemma": "mean", "llama": "last"}
@@ -76,14 +76,14 @@ def trained(model, kind, pooling, batches):
 
 def check(name, kind):
     seed_torch(1)
-    stock = MAKE[name]().train()
+    stock = MODEL_BUILDERS[name]().train()
     ours = streambp.patch(copy.deepcopy(stock), streambp.StreamConfig(chunk_size=CHUNK))
     batches = [batch_of("right"), batch_of("right")]
     expected = trained(stock, kind, POOLING[name], batches)
     run = trained(ours, kind, POOLING[name], batches)
     torch.testing.assert_close(run[0], expected[0], rtol=1e-10, atol=1e-10)
-    assert worst_error(run[1], expected[1]) <= EXACT
-    assert worst_error(run[2], expected[2]) <= EXACT
+    assert worst_error(run[1], expected[1]) <= MAX_FLOAT64_ERROR
+    assert worst_error(run[2], expected[2]) <= MAX_FLOAT64_ERROR
     assert {layer.path for layer in streambp.describe(ours).layers} == {"streams"}
 
 

@@ -2,7 +2,8 @@
 bytes that do not grow with the number of ranks. Two ranks:
 tests/distributed/test_split_sequences.py.
 
-covers: sharded/call.py, sharded/gathered.py, sharded/halves.py, sharded/layer.py, sharded/shards.py
+covers: sharded/call.py, sharded/gathered_keys.py, sharded/layer_halves.py, sharded/layer.py,
+    sharded/shards.py
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from streambp.config import StreamConfig
 from streambp.errors import UnsupportedMaskError, UnsupportedModelError
 from streambp.known_names import GATHER, REDUCE_SCATTER
 from streambp.layer.layer_state import LayerState
-from streambp.sharded.gathered import GatheredShards
+from streambp.sharded.gathered_keys import GatheredShards
 from streambp.sharded.layer import stream_shard
 from streambp.sharded.shards import Shards
 from tests import zoo
@@ -47,15 +48,18 @@ def shard_gradients(model, batch, **config):
     return gradients(model, **with_shifted_labels(batch))
 
 
-FAST = {"qwen3": (0, 1, 4, 2), "gemma3": (4, 0, 3, 1)}  # the number of the saves for each mode
+FAST_CASES = {
+    "qwen3": (0, 1, 4, 2),
+    "gemma3": (4, 0, 3, 1),
+}  # the number of the saves for each mode
 
 
 def settings():
     """In the fast tier one of all saves for each family and mode; two families meet all of them."""
     other_saves = [("attn_out",), ("kv",), ("attn_out", "kv"), ("self_attn.*", "mlp.up_proj")]
-    for family, (m, mode) in itertools.product(FAST, enumerate(MODES)):
+    for family, (m, mode) in itertools.product(FAST_CASES, enumerate(MODES)):
         for number, saves in enumerate([(), *other_saves]):
-            fast = number == FAST[family][m]
+            fast = number == FAST_CASES[family][m]
             yield pytest.param(family, mode, saves, marks=() if fast else pytest.mark.full)
 
 

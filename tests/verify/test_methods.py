@@ -21,7 +21,7 @@ from tests import zoo
 from tests.families import build
 from tests.liger_stand_in import stand_in
 
-BESIDE = ("unpatched", "checkpointing", "trl")
+COMPARED_METHODS = ("unpatched", "checkpointing", "trl")
 
 
 def without_trl():
@@ -34,7 +34,7 @@ def without_trl():
 def test_correct_methods_are_exact(family, dtype):
     without_trl()
     # TRL's head computes in float32 whatever the model's dtype is
-    methods = BESIDE[:2] if dtype == torch.float64 else BESIDE
+    methods = COMPARED_METHODS[:2] if dtype == torch.float64 else COMPARED_METHODS
     comparison = compare_methods(build(family, dtype), methods, seq_len=97)
     assert len(comparison.methods) == len(methods) + 1
     assert all(method.exact for method in comparison.methods), str(comparison)
@@ -126,7 +126,7 @@ def test_nothing_of_a_method_stays():
     without_trl()
     model = build("qwen3", torch.float32)
     attributes_before = {name: dict(vars(module)) for name, module in model.named_modules()}
-    compare_methods(model, BESIDE, 97)
+    compare_methods(model, COMPARED_METHODS, 97)
     for name, module in model.named_modules():
         assert vars(module).keys() == attributes_before[name].keys(), name
         for field in ("training", "gradient_checkpointing"):

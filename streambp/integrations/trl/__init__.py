@@ -6,9 +6,9 @@ import importlib
 from typing import Any
 
 from streambp.launch.groups import keep_groups
-from streambp.libraries import required
+from streambp.libraries import require_library
 
-MODULES = {
+MODULES_BY_NAME = {
     "StreamSFTConfig": "sft",
     "StreamSFTTrainer": "sft",
     "StreamDPOConfig": "dpo",
@@ -18,12 +18,12 @@ MODULES = {
     "StreamPPOConfig": "ppo",
     "StreamPPOTrainer": "ppo",
 }
-__all__ = [*MODULES, "keep_groups"]
+__all__ = [*MODULES_BY_NAME, "keep_groups"]
 
 
 def __getattr__(name: str) -> Any:
     """Import a trainer's module on first use, because TRL's trainers are slow to import."""
-    if name not in MODULES:
+    if name not in MODULES_BY_NAME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    with required("trl"):
-        return getattr(importlib.import_module(f"{__name__}.{MODULES[name]}"), name)
+    with require_library("trl"):
+        return getattr(importlib.import_module(f"{__name__}.{MODULES_BY_NAME[name]}"), name)

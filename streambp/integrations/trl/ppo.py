@@ -27,7 +27,7 @@ from streambp.errors import ConfigError, StreamBPError
 from streambp.integrations.trl.settings import StreamArguments
 from streambp.integrations.trl.trainer import StreamedTrainer
 from streambp.integrations.trl.values import VALUE_HEAD, VALUE_MODEL, PolicyAndValueHead
-from streambp.known_names import GRPOS_OWN
+from streambp.known_names import GRPO_ONLY_SETTINGS
 from streambp.losses.masked import masked_mean
 from streambp.losses.ppo import gae, ppo_loss, whiten
 from streambp.planner.auto import patch
@@ -85,7 +85,7 @@ class StreamPPOConfig(StreamArguments, GRPOConfig):  # type: ignore[misc]  # TRL
 
     def __post_init__(self) -> None:
         defaults = {field.name: field.default for field in dataclasses.fields(GRPOConfig)}
-        ignored = [name for name in GRPOS_OWN if getattr(self, name) != defaults[name]]
+        ignored = [name for name in GRPO_ONLY_SETTINGS if getattr(self, name) != defaults[name]]
         if ignored or self.beta not in (defaults["beta"], self.kl_coef):
             raise ConfigError(
                 f"{', '.join(ignored) or 'beta'} is set, which shapes GRPO's loss and not PPO's. "

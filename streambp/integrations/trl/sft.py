@@ -13,7 +13,7 @@ from streambp.errors import ConfigError
 from streambp.integrations.token_batches import TokenBatchSampler
 from streambp.integrations.trl.settings import StreamArguments
 from streambp.integrations.trl.trainer import StreamedTrainer
-from streambp.model.installed import patch_of
+from streambp.model.installed_patch import find_patch
 
 
 @dataclasses.dataclass
@@ -81,7 +81,7 @@ class StreamSFTTrainer(StreamedTrainer, SFTTrainer):  # type: ignore[misc]  # TR
     def _lengths(self, dataset: Any) -> list[int]:
         """Return the number of tokens of each row of the data set, by which `TokenBatchSampler`
         fills batches."""
-        patched = patch_of(self.model)  # an earlier patch may have other settings
+        patched = find_patch(self.model)  # an earlier patch may have other settings
         if patched is not None and patched[1].config.rows == "as_given":
             raise ConfigError(
                 "stream_batch_tokens counts tokens without padding, and this model has "

@@ -11,10 +11,10 @@ from torch import nn
 from streambp.config import StreamConfig
 from streambp.errors import StreamBPError, UnsupportedModelError
 from streambp.integrations.trl.settings import StreamArguments
-from streambp.known_names import SPLITS
+from streambp.known_names import SPLIT_SIZES
 from streambp.launch.groups import keep_groups
 from streambp.model.fused_head import FusedHead, add_head
-from streambp.model.installed import streamed_head
+from streambp.model.installed_patch import streamed_head
 from streambp.model.trainer_logs import StreamCallback
 from streambp.planner.auto import patch
 from streambp.tensors import replace_attribute
@@ -93,13 +93,14 @@ class StreamedTrainer:
         Args:
             parallelism: accelerate's `ParallelismConfig`; None: nothing is split.
         """
-        sizes = {name: getattr(parallelism, name, 1) for name in SPLITS}
+        sizes = {name: getattr(parallelism, name, 1) for name in SPLIT_SIZES}
         if not self.splits_sequences and max(sizes.values()) > 1:
             degrees = " and ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
             raise StreamBPError(
                 f"The parallelism_config of {type(self).__name__} has {degrees}, which splits each "
                 "sequence over ranks. TRL's trainer builds its loss from completion masks of whole "
                 "rows, which are not split; only StreamSFTTrainer trains on split sequences. Set "
-                f"{' and '.join(SPLITS)} to 1, and shard parameters over the ranks instead (FSDP2 "
+                f"{' and '.join(SPLIT_SIZES)} to 1, and shard parameters over the ranks instead "
+                "(FSDP2 "
                 "or ZeRO-3)."
             )

@@ -29,12 +29,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from streambp.accumulate import HALF, add_product
+from streambp.accumulate import HALF_DTYPES, add_product
 from streambp.device import without_autocast
-from streambp.layer.products import UNREAD, Unread
-from streambp.tensors import unviewed
+from streambp.layer.products import UNREAD_OUTPUT, ComparedRows
+from streambp.tensors import strip_view
 
-HIGH_AGAIN = 2  # every other part of [hi, lo, hi] is the high one
+HIGH_PART_STRIDE = 2  # every other part of [hi, lo, hi] is the high one
 
 
 class Factor(NamedTuple):
@@ -57,9 +57,9 @@ class Factor(NamedTuple):
     parts: int
 
     @property
-    def wide(self) -> Tensor:
+    def distinct_rows(self) -> Tensor:
         """Return the part of `stack` in which each value occurs once: hi [rank, m], or hi and lo [2
-        * rank, m] if `stack` contains a lo. `thin` multiplies x by this part."""
+        * rank, m] if `stack` contains a lo. `thin_product` multiplies x by this part."""
         first = self.rank if self.parts > 1 else 0
         return self.stack[first : self.parts * self.rank]
 
@@ -92,16 +92,16 @@ def factor_of(matrix: Tensor, dtype: torch.dtype, rows: tuple[Tensor, ...] = ())
 
 
 def _parts(matrix_dtype: torch.dtype, dtype: torch.dtype) -> int:
-    if dtype not in HALF:
+    if dtype not in HALF_DTYPES:
         return 1
     return 2 if matrix_dtype == dtype else 3
 
 
 def _rows(bias_dtype: torch.dtype, dtype: torch.dtype) -> int:
-    return 2 if dtype in HALF and bias_dtype != dtype else 1
+    return 2 if dtype in HALF_DTYPES and bias_dtype != dtype else 1
 
 
-class Group(NamedTuple):
+class AdapterGroup(NamedTuple):
     """LoRA adapters of one Linear that read the same tensor: x, or x after their dropout.
 
     Attributes:
@@ -121,7 +121,7 @@ class Group(NamedTuple):
         return rows if self.mask is None else rows * self.mask
 
 
-class Scale(NamedTuple):
+class AdapterScale(NamedTuple):
     """Scale factors of one LoRA adapter.
 
     Attributes:
@@ -137,7 +137,7 @@ class Scale(NamedTuple):
 
 
 @dataclasses.dataclass
-class Work:
+class AdaptedLinearArguments:
     """Arguments of one `AdaptedLinear` call that autograd does not differentiate: copies of the
     adapters' matrices for the matrix products, scales and options.
 
@@ -146,7 +146,7 @@ class Work:
         b: the B matrices of all adapters, [rank, out], scaled.
         scales: scales of each adapter.
         value: the saved output [..., out], returned as a view. None: compute the output. A slice:
-            compute these rows only; all other rows are NaN. `UNREAD` is the empty slice.
+            compute these rows only; all other rows are NaN. `UNREAD_OUTPUT` is the empty slice.
         add: callback for backward: gets two matrices [out, n] and [n, in] whose product is the
             weight's gradient, and adds this product to a sum; None: autograd returns the gradient.
         decode: returns a quantized base weight in the compute dtype; backward calls it instead of
@@ -156,26 +156,26 @@ class Work:
         member_index: the Linear's index in `shared`.
     """
 
-    groups: list[Group]
+    groups: list[AdapterGroup]
     b: Factor
-    scales: list[Scale]
-    value: Tensor | Unread | None = None
+    scales: list[AdapterScale]
+    value: Tensor | ComparedRows | None = None
     add: Callable[[Tensor, Tensor], None] | None = None
     decode: Callable[[], Tensor] | None = None
-    shared: Shared | None = None
+    shared: SharedInputState | None = None
     member_index: int = 0
 
 
-def thin(x: Tensor, factor: Factor) -> Tensor:
+def thin_product(x: Tensor, factor: Factor) -> Tensor:
     """Return x [n, m] times the transpose of the LoRA matrix: [n, rank] in promote_types(dtype,
     float32)."""
-    products = add_product(None, x, factor.wide.mT)
+    products = add_product(None, x, factor.distinct_rows.mT)
     if factor.parts < 3:
         return products
     return products[:, : factor.rank].add_(products[:, factor.rank :])
 
 
-def spread(product: Tensor, factor: Factor) -> Tensor:
+def left_operand(product: Tensor, factor: Factor) -> Tensor:
     """Return the left operand of a matrix product with `factor.stack`. The operand is made of
     `product`, which is x A^T or its gradient in float32.
 
@@ -192,8 +192,8 @@ def spread(product: Tensor, factor: Factor) -> Tensor:
         return product
     out = product.new_empty(product.shape[0], width, dtype=factor.stack.dtype)
     # one view of the high parts: each slice would cost as much time as the launch of a kernel
-    times = (factor.parts + 1) // HIGH_AGAIN
-    high = (times, product.shape[0], rank), (HIGH_AGAIN * rank, width, 1)
+    times = (factor.parts + 1) // HIGH_PART_STRIDE
+    high = (times, product.shape[0], rank), (HIGH_PART_STRIDE * rank, width, 1)
     out.as_strided(*high).copy_(product)
     if factor.parts > 1:
         torch.sub(product, out[:, :rank], out=out[:, rank : 2 * rank])
@@ -202,24 +202,24 @@ def spread(product: Tensor, factor: Factor) -> Tensor:
     return out
 
 
-def summed_parts(parts: Tensor, dim: int) -> Tensor:
+def sum_parts(parts: Tensor, dim: int) -> Tensor:
     """Return the sum of the two halves of a LoRA gradient [...] along `dim`: the product with an
     operand's rounded values, and the product with the operand's rounding errors."""
     first, second = parts.chunk(2, dim)
     return first.add_(second)
 
 
-def joined_factor(factors: list[Factor]) -> Factor:
+def join_factors(factors: list[Factor]) -> Factor:
     """Return the A matrices of several Linears, concatenated to one `Factor`, so that one product
     computes x A^T for all of them."""
-    high = [factor.wide[: factor.rank] for factor in factors]
-    low = [factor.wide[factor.rank :] for factor in factors if factor.parts == 3]
+    high = [factor.distinct_rows[: factor.rank] for factor in factors]
+    low = [factor.distinct_rows[factor.rank :] for factor in factors if factor.parts == 3]
     ranks = sum(factor.rank for factor in factors)
     return Factor(torch.cat((*high, *high, *low) if low else high), ranks, 3 if low else 1)
 
 
 @dataclasses.dataclass
-class Shared:
+class SharedInputState:
     """Values of one call that several LoRA Linears with the same input x [..., in] share.
 
     Query, key and value projections read the same x, and so do gate and up projections. One product
@@ -246,7 +246,7 @@ class Shared:
     total: Tensor | None = None
     product_gradients: dict[int, Tensor] = dataclasses.field(default_factory=dict)
 
-    def of(self, index: int) -> Tensor:
+    def take_product(self, index: int) -> Tensor:
         """Return the columns of x A^T that belong to one Linear, [n, rank]. Each Linear calls this
         once; the last call frees the product.
 
@@ -265,7 +265,7 @@ class Shared:
         """Compute x A^T for all Linears from their input `rows`, x [n, in], and store it in
         `products`."""
         self.readers = len(self.factors)
-        self.products = thin(rows, self.joined)
+        self.products = thin_product(rows, self.joined)
 
     def collect(
         self, index: int, product_gradient: Tensor, flat: Tensor, weight: Tensor | None
@@ -276,8 +276,8 @@ class Shared:
 
         Args:
             index: the Linear's index.
-            product_gradient: result of `spread`, for the gradient of x A^T, where A is the LoRA
-                matrix.
+            product_gradient: result of `left_operand`, for the gradient of x A^T, where A is the
+                LoRA matrix.
             flat: gradient of the Linear's output, [n, out].
             weight: the Linear's weight [out, in]; None: x needs no gradient.
         """
@@ -292,7 +292,9 @@ class SharedInput(torch.autograd.Function):
     every A."""
 
     @staticmethod
-    def forward(ctx: Any, shared: Shared, counts: list[int], x: Tensor, *a: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, shared: SharedInputState, counts: list[int], x: Tensor, *a: Tensor
+    ) -> Tensor:
         """Compute x A^T for all Linears into `shared`, and return x [..., in] as a view.
 
         Args:
@@ -323,7 +325,7 @@ class SharedInput(torch.autograd.Function):
 
 
 def _shared_backward(ctx: Any, x: Tensor, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-    shared: Shared = ctx.shared
+    shared: SharedInputState = ctx.shared
     total, gradients_by_index, shared.total, shared.product_gradients = (
         shared.total,
         shared.product_gradients,
@@ -369,12 +371,13 @@ def _shared_backward(ctx: Any, x: Tensor, grad: Tensor | None) -> tuple[Tensor |
 
 
 class AdaptedLinear(torch.autograd.Function):
-    """Autograd Function of a Linear with LoRA adapters: y [..., out] = x W^T + b + s (x A^T) B^T."""
+    """Autograd Function of a Linear with LoRA adapters: y [..., out] = x W^T + b + s (x A^T)
+    B^T."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        work: Work,
+        work: AdaptedLinearArguments,
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -402,12 +405,12 @@ class AdaptedLinear(torch.autograd.Function):
             return _backward(ctx, grad)
 
 
-def _forward(ctx: Any, work: Work, x: Tensor, weight: Tensor) -> Tensor:
+def _forward(ctx: Any, work: AdaptedLinearArguments, x: Tensor, weight: Tensor) -> Tensor:
     needs = ctx.needs_input_grad
     rows = x.flatten(0, -2)
     thin_parts = None
     if not isinstance(work.value, Tensor) or any(needs):
-        thin_parts = _left(work, rows)
+        thin_parts = _thin_operand(work, rows)
     ctx.work = dataclasses.replace(
         work, value=None, groups=[group._replace(mask=None) for group in work.groups]
     )
@@ -418,9 +421,9 @@ def _forward(ctx: Any, work: Work, x: Tensor, weight: Tensor) -> Tensor:
     assert thin_parts is not None
     shape = (*x.shape[:-1], weight.shape[0])
     if work.value is None:
-        return unviewed(_product(rows, weight, thin_parts, work.b), shape)
+        return strip_view(_product(rows, weight, thin_parts, work.b), shape)
     out = x.new_full(shape, torch.nan)
-    if work.value is not UNREAD:
+    if work.value is not UNREAD_OUTPUT:
         read = x[..., work.value, :]
         thin_parts = thin_parts.view(*x.shape[:-1], -1)[..., work.value, :]
         product = _product(read.flatten(0, -2), weight, thin_parts.flatten(0, -2), work.b)
@@ -428,13 +431,13 @@ def _forward(ctx: Any, work: Work, x: Tensor, weight: Tensor) -> Tensor:
     return out
 
 
-def _left(work: Work, rows: Tensor) -> Tensor:
+def _thin_operand(work: AdaptedLinearArguments, rows: Tensor) -> Tensor:
     """Return x A^T for x [n, in], split into rounded values and rounding errors, and ones for the
     bias rows: [n, parts * rank + bias rows]. The result multiplies `work.b.stack`."""
     if work.shared is not None:
-        return spread(work.shared.of(work.member_index), work.b)
-    products = [thin(group.read(rows), group.factor) for group in work.groups]
-    return spread(products[0] if len(products) == 1 else torch.cat(products, 1), work.b)
+        return left_operand(work.shared.take_product(work.member_index), work.b)
+    products = [thin_product(group.read(rows), group.factor) for group in work.groups]
+    return left_operand(products[0] if len(products) == 1 else torch.cat(products, 1), work.b)
 
 
 def _product(rows: Tensor, weight: Tensor, thin_parts: Tensor, b: Factor) -> Tensor:
@@ -444,7 +447,7 @@ def _product(rows: Tensor, weight: Tensor, thin_parts: Tensor, b: Factor) -> Ten
     Args:
         rows: x, [n, in].
         weight: [out, in].
-        thin_parts: x A^T with ones for the bias rows, from `_left`.
+        thin_parts: x A^T with ones for the bias rows, from `_thin_operand`.
         b: the adapters' B matrices, with the biases as further rows.
     """
     return (thin_parts @ b.stack).addmm_(rows, weight.mT)
@@ -456,27 +459,31 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     groups = [group._replace(mask=mask) for group, mask in zip(ctx.work.groups, masks, strict=True)]
     work = dataclasses.replace(ctx.work, groups=groups)
     rows, flat = x.flatten(0, -2), grad.flatten(0, -2)
-    of_ranks = thin(flat, work.b)  # [n, rank], scaled
+    of_ranks = thin_product(flat, work.b)  # [n, rank], scaled
     if needs[1] and work.decode is not None:
         weight = work.decode()
-    lefts = [spread(of_ranks[:, group.start : group.stop], group.factor) for group in work.groups]
+    lefts = [
+        left_operand(of_ranks[:, group.start : group.stop], group.factor) for group in work.groups
+    ]
     d_x = None
     if work.shared is not None:
         work.shared.collect(work.member_index, lefts[0], flat, weight)
     elif weight is not None:
-        d_x = _of_input(work, lefts, flat, weight).view(x.shape)
+        d_x = _input_gradient(work, lefts, flat, weight).view(x.shape)
     d_weight = None
     if needs[2] and work.add is not None:
         work.add(flat.mT, rows)
     elif needs[2]:
         d_weight = flat.mT @ rows
     d_bias = flat.sum(0) if needs[3] else None
-    of_a = _of_a(work, lefts, rows) if work.shared is None and any(needs[4::3]) else None
-    of_adapters = _of_adapters(work, needs[4:], of_a, flat, thin_parts)
+    of_a = _a_gradients(work, lefts, rows) if work.shared is None and any(needs[4::3]) else None
+    of_adapters = _adapter_gradients(work, needs[4:], of_a, flat, thin_parts)
     return None, d_x, d_weight, d_bias, *of_adapters
 
 
-def _of_input(work: Work, lefts: list[Tensor], flat: Tensor, weight: Tensor) -> Tensor:
+def _input_gradient(
+    work: AdaptedLinearArguments, lefts: list[Tensor], flat: Tensor, weight: Tensor
+) -> Tensor:
     """Return the gradient [n, in] of the input of a LoRA Linear.
 
     Args:
@@ -495,7 +502,7 @@ def _of_input(work: Work, lefts: list[Tensor], flat: Tensor, weight: Tensor) -> 
     return total.addmm_(flat, weight)
 
 
-def _of_a(work: Work, lefts: list[Tensor], rows: Tensor) -> Tensor:
+def _a_gradients(work: AdaptedLinearArguments, lefts: list[Tensor], rows: Tensor) -> Tensor:
     """Return the gradients of all A matrices, one below the other, [rank, in], in float32 or wider.
 
     Args:
@@ -507,12 +514,16 @@ def _of_a(work: Work, lefts: list[Tensor], rows: Tensor) -> Tensor:
     for group, group_parts in zip(work.groups, lefts, strict=True):
         rank, parts = group.factor.rank, min(group.factor.parts, 2)
         product = add_product(None, group_parts[:, : parts * rank].mT, group.read(rows))
-        gradients.append(product if parts == 1 else summed_parts(product, 0))
+        gradients.append(product if parts == 1 else sum_parts(product, 0))
     return gradients[0] if len(gradients) == 1 else torch.cat(gradients)
 
 
-def _of_adapters(
-    work: Work, needs: tuple[bool, ...], of_a: Tensor | None, flat: Tensor, thin_parts: Tensor
+def _adapter_gradients(
+    work: AdaptedLinearArguments,
+    needs: tuple[bool, ...],
+    of_a: Tensor | None,
+    flat: Tensor,
+    thin_parts: Tensor,
 ) -> list[Tensor | None]:
     """Return the gradients of the adapters' tensors, in float32 or wider. The result is a flat
     list: A [r, in], B [out, r] and B's bias [out] of the first adapter, then of the second. An
@@ -532,7 +543,7 @@ def _of_adapters(
         of_b = add_product(
             None, flat.mT, thin_parts[:, : parts * work.b.rank]
         )  # [out, rank or 2 rank]
-        of_b = summed_parts(of_b, 1) if parts == 2 else of_b
+        of_b = sum_parts(of_b, 1) if parts == 2 else of_b
     wide = torch.promote_types(flat.dtype, torch.float32)
     gradients: list[Tensor | None] = []
     start = 0

@@ -13,10 +13,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from streambp.admission.checkpointed import run_whole
-from streambp.admission.entry import IN_CHUNKS, stream_layer
-from streambp.attention.kinds import Biased
-from streambp.attention.position_biases import by_distance, has_table, is_by_distance
+from streambp.admission.entry import CHUNK_STRATEGY, stream_layer
+from streambp.admission.layer_checkpoint import run_unchunked
+from streambp.attention.kinds import BiasedAttention
+from streambp.attention.position_biases import distance_bias, has_table, is_distance_bias
 from streambp.chunks import Forks
 from streambp.errors import UnsupportedModelError
 from streambp.known_names import POSITION_BIAS
@@ -25,7 +25,7 @@ from streambp.layer.layer_state import CallReport, LayerState
 from streambp.recurrent.documents import PackedRows
 from streambp.source import written_forward
 
-BY_PAIR = "its position_bias has a value for each pair of positions, or is missing"
+REASON_BIAS_BY_PAIR = "its position_bias has a value for each pair of positions, or is missing"
 
 
 def stream_biased(
@@ -34,7 +34,7 @@ def stream_biased(
     kwargs: Any,
     rows: PackedRows | None,
     forks: Forks,
-    strategy: Strategy = IN_CHUNKS,
+    strategy: Strategy = CHUNK_STRATEGY,
 ) -> Any:
     """Compute the forward of a layer whose attention adds T5's bias, and return its result. If the
     layer gets the bias as an argument, its result contains the bias of each distance.
@@ -50,26 +50,27 @@ def stream_biased(
         UnsupportedModelError: the layer's weights are on the host.
     """
     kind = layer_state.kind.attention
-    if not isinstance(kind, Biased) or not kind.gets_bias:
+    if not isinstance(kind, BiasedAttention) or not kind.gets_bias:
         return stream_layer(layer_state, args, kwargs, rows, strategy, forks)
-    names = layer_state.of(_names_of_arguments)
+    names = layer_state.cached_result(_argument_names)
     kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
     hidden_states: Tensor = kwargs.pop(names[0])
     bias = kwargs.get(POSITION_BIAS)
-    source = layer_state.of(_with_table)
+    source = layer_state.cached_result(_attention_with_table)
     if bias is None and source is not None:
         if layer_state.weights is not None:
             raise UnsupportedModelError(
-                f"{type(layer_state.layer).__name__} computes a bias for all layers from its own weights, "
+                f"{type(layer_state.layer).__name__} computes a bias for all layers from its own "
+                "weights, "
                 "which are in host memory (weights='cpu'). streambp does not support both. Set "
                 "weights='device' in StreamConfig."
             )
-        bias = by_distance(source, hidden_states.shape[-2], hidden_states.device)
+        bias = distance_bias(source, hidden_states.shape[-2], hidden_states.device)
         kwargs[POSITION_BIAS] = bias
-    if not is_by_distance(bias):
-        report = layer_state.last_call.report = CallReport(BY_PAIR)
-        with layer_state.weights_for_once((hidden_states,), kwargs, BY_PAIR):
-            return run_whole(layer_state, (hidden_states,), kwargs, report)
+    if not is_distance_bias(bias):
+        report = layer_state.last_call.report = CallReport(REASON_BIAS_BY_PAIR)
+        with layer_state.load_weights_once((hidden_states,), kwargs, REASON_BIAS_BY_PAIR):
+            return run_unchunked(layer_state, (hidden_states,), kwargs, report)
     output = stream_layer(layer_state, (hidden_states,), kwargs, rows, strategy, forks)
     if not isinstance(output, tuple):
         return output
@@ -77,13 +78,13 @@ def stream_biased(
     return output[0], bias, *[None] * (len(output) - 2)
 
 
-def _names_of_arguments(layer: nn.Module) -> tuple[str, ...]:
+def _argument_names(layer: nn.Module) -> tuple[str, ...]:
     """Return the names of the arguments of the layer's forward, in order, to find the bias among
     positional arguments."""
     return tuple(inspect.signature(written_forward(layer)).parameters)[1:]
 
 
-def _with_table(layer: nn.Module) -> nn.Module | None:
+def _attention_with_table(layer: nn.Module) -> nn.Module | None:
     """Return the layer's attention module with a table of biases; None if it has none. This module
     computes the bias of each distance."""
     return next(filter(has_table, layer.modules()), None)

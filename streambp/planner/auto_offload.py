@@ -9,18 +9,18 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from streambp.model.record import Saved
-from streambp.offload.costs import Chosen
-from streambp.offload.moving import Pace, Shape, predicted_move
+from streambp.model.record import SavedTensors
+from streambp.offload.costs import SavesChoice
+from streambp.offload.host_choice import MicroBatchShape, StepSpeed, predicted_move
 from streambp.planner.layer_costs import costs_from_json
 from streambp.planner.profile import Method, Profile, Setting, peak, work
 from streambp.planner.seconds import kernels, seconds
-from streambp.planner.survey import streamed
+from streambp.planner.survey import streamed_recipe
 from streambp.rates import Rates
 
 
 @dataclasses.dataclass(frozen=True)
-class BothRooms:
+class AutoOffloadStep:
     """Prediction for a step of `patch(model, StreamConfig(chunk_size, offload="auto"))`. The first
     steps, which measure and save only inputs, are not meant.
 
@@ -36,21 +36,21 @@ class BothRooms:
 
     chunk_size: int
     fits: bool
-    saved: tuple[Saved, ...]
+    saved: tuple[SavedTensors, ...]
     leaving: float
     on_device: float
     peak: float
     seconds: float
 
 
-def with_both_rooms(
+def predict_auto_offload(
     profile: Profile,
     seq_len: int,
     sizes: tuple[int, ...],
     memory: tuple[float, float | None],
     setting: Setting,
     rates: Rates,
-) -> BothRooms | None:
+) -> AutoOffloadStep | None:
     """Return the prediction for the fastest step of `offload="auto"` that fits, over some chunk
     sizes. If none fits, the result has the lowest peak.
 
@@ -66,21 +66,23 @@ def with_both_rooms(
         None if nothing can be predicted, because sequences are sharded, ZeRO-3 is used, or the
             costs of the layers could not be counted.
     """
-    name = streamed((), "cpu").name
+    name = streamed_recipe((), "cpu").name
     counted = [method for method in profile.methods if method.name == name]
     if profile.saves is None or setting.split or setting.zero >= 3 or not counted:
         return None
     setting = dataclasses.replace(setting, on_host=None)
     candidates = []
     for size in dict.fromkeys(min(size, seq_len) for size in sizes):
-        candidates.append(_in_chunks(profile, counted[0], seq_len, size, memory, setting, rates))
+        candidates.append(
+            _predict_chunks(profile, counted[0], seq_len, size, memory, setting, rates)
+        )
     fitting = [candidate for candidate in candidates if candidate.fits]
     if not fitting:
         return min(candidates, key=lambda candidate: candidate.peak)
     return min(fitting, key=lambda candidate: candidate.seconds)
 
 
-def _in_chunks(
+def _predict_chunks(
     profile: Profile,
     method: Method,
     seq_len: int,
@@ -88,7 +90,7 @@ def _in_chunks(
     memory: tuple[float, float | None],
     setting: Setting,
     rates: Rates,
-) -> BothRooms:
+) -> AutoOffloadStep:
     """Return the prediction for a step of `offload="auto"` in chunks of `size` positions.
 
     Args:
@@ -109,16 +111,20 @@ def _in_chunks(
     spent = seconds(method, seq_len, size, rates, setting)
     forward = sum(kernels(parts["forward"], rates))
     backward = spent.phases["backward"]
-    pace = Pace(forward, backward, spent.total, rates.products, rates.forward, rates.link)
-    shape = Shape(tokens, seq_len, profile.batch_size * size)
+    pace = StepSpeed(forward, backward, spent.total, rates.products, rates.forward, rates.link)
+    shape = MicroBatchShape(tokens, seq_len, profile.batch_size * size)
     step = predicted_move(
         costs_from_json(profile.saves or {}), shape, usable - at.total, host_room, pace
     )
     placement = step.placement
-    choice = Chosen(tokens, seq_len, size, step.headroom, placement.saved)
-    saved = tuple(Saved(name, choice.layers[name], count) for name, count in choice.bytes.items())
+    choice = SavesChoice(tokens, seq_len, size, step.headroom, placement.saved)
+    saved = tuple(
+        SavedTensors(name, choice.layers[name], count) for name, count in choice.bytes.items()
+    )
     hidden = forward * rates.link
     copies = step.in_flight * min(1.0, step.leaving / hidden)
     used_bytes = at.total + copies + placement.on_device
     fits = at.total <= usable and step.leaving <= host_room
-    return BothRooms(size, fits, saved, step.leaving, placement.on_device, used_bytes, step.seconds)
+    return AutoOffloadStep(
+        size, fits, saved, step.leaving, placement.on_device, used_bytes, step.seconds
+    )

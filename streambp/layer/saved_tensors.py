@@ -15,7 +15,7 @@ All tensors except the random states go into a store, on the device or on the ho
 
 A store on the host is given the order of backward's reads, so that it can prefetch the next copies.
 Backward reads in two steps. First it reads the keys and values of all chunks, from the store
-(`Prefix.saved_reads`) or recomputed from the chunks' start values (`starts`). Then it reads
+(`Prefix.saved_reads`) or recomputed from the chunks' start values (`start_names`). Then it reads
 everything that a chunk needs (`reads`) before the chunk's layer runs. The layer may use these
 tensors in any order, or ignore them; unused tensors are freed with the chunk.
 """
@@ -31,23 +31,29 @@ import torch
 from torch import Tensor, nn
 
 from streambp.accumulate import GradientSum
-from streambp.attention.attend import Attended
+from streambp.attention.attend import AttentionOutput
 from streambp.attention.kv import KVBuffer
 from streambp.chunks import Chunk, ChunkPlan
 from streambp.config import SAVES
 from streambp.device import RandomState
 from streambp.errors import UnsupportedModelError
-from streambp.layer.chunk_states import Carried
+from streambp.layer.chunk_states import CrossChunkState
 from streambp.layer.layer_state import LayerState
-from streambp.layer.products import See, cast_to, is_factor, matching, tapped
+from streambp.layer.products import (
+    TensorCallback,
+    is_factor,
+    linear_autocast_dtype,
+    match_names,
+    tap_linears,
+)
 from streambp.layer.recompute import Autocast
-from streambp.offload.costs import Cost, ObservedCosts, Product, saved_as
+from streambp.offload.costs import Cost, LinearOutput, ObservedCosts, saves_name
 from streambp.offload.manager import Access, HostTensors
-from streambp.recurrent.states import Key, States
+from streambp.recurrent.states import StateKey, States
 
 
 @dataclasses.dataclass(eq=False)
-class InMemory:
+class DeviceTensors:
     """Store for the tensors that a layer call saves for backward, on the device. The store
     references each tensor from `save` until `take`. `HostTensors` has the same methods for host
     memory."""
@@ -102,7 +108,7 @@ class SavedProducts:
     captured: list[tuple[str, Tensor, int]] = dataclasses.field(default_factory=list)
 
     def capture_outputs(
-        self, names: list[str] | None = None, see: See | None = None
+        self, names: list[str] | None = None, see: TensorCallback | None = None
     ) -> contextlib.AbstractContextManager[None]:
         """Context manager that collects the outputs of Linears in `captured`, until
         `SavedForBackward.keep_products` stores them.
@@ -124,14 +130,14 @@ class SavedProducts:
 
         if not names:
             return contextlib.nullcontext()
-        return tapped(self.linears, names, sink, see)
+        return tap_linears(self.linears, names, sink, see)
 
     def use_outputs(
         self,
         brought: dict[str, Tensor],
         names: list[str] | None = None,
         sums: GradientSum | None = None,
-        see: See | None = None,
+        see: TensorCallback | None = None,
     ) -> contextlib.AbstractContextManager[None]:
         """Context manager in which Linears return their saved outputs of the current chunk. Each
         saved output is returned once.
@@ -155,7 +161,7 @@ class SavedProducts:
 
         if not names:
             return contextlib.nullcontext()
-        return tapped(self.linears, names, None, see, source, sums)
+        return tap_linears(self.linears, names, None, see, source, sums)
 
 
 class SavedForBackward:
@@ -186,7 +192,7 @@ class SavedForBackward:
         self,
         layer_state: LayerState,
         plan: ChunkPlan,
-        carried: Carried,
+        carried: CrossChunkState,
         device: torch.device,
         autocast: Autocast,
     ) -> None:
@@ -198,14 +204,14 @@ class SavedForBackward:
         self.chosen_by_user = True
         self.cost_recorder: ObservedCosts | None = None
         self.autocast = autocast  # [Note: autocast]
-        self.store: InMemory | HostTensors = InMemory()
+        self.store: DeviceTensors | HostTensors = DeviceTensors()
         self.moves = layer_state.offloader is not None and not layer_state.offloader.on_demand
         self.random: list[RandomState] = []
         self.products = SavedProducts()
         self.keeps_graph = False
         self.graph: Any = None  # [Note: kept graphs]
         self.brought: dict[str, Tensor] = {}
-        self._state_keys: list[Key] = []
+        self._state_keys: list[StateKey] = []
         self._indexers = 0
 
     def choose(self, rows: int, can_keep_graph: Callable[[], bool]) -> None:
@@ -231,14 +237,14 @@ class SavedForBackward:
             is_running: True if the layer is running, so that the buffers of keys and values must
                 stay; False: free these buffers as well.
         """
-        if not isinstance(self.store, InMemory):
+        if not isinstance(self.store, DeviceTensors):
             return self._drop_saves_on_device(self.store, is_running)
         self.saves = ()
         self.keeps_graph = False
         self.graph = None
         self.products.names = []
         self.products.captured.clear()
-        assert isinstance(self.store, InMemory)
+        assert isinstance(self.store, DeviceTensors)
         tensors = self.store.tensors
         brought = self.brought
         for access in [access for access in tensors if not _is_needed(access[0])]:
@@ -262,7 +268,7 @@ class SavedForBackward:
             return not (_is_needed(name) or (is_running and name[:1] in "kv"))
 
         freed = store.finish_copies()
-        kinds = set(map(saved_as, store.drop(goes)))
+        kinds = set(map(saves_name, store.drop(goes)))
         self.saves = tuple(name for name in self.saves if name not in kinds)
         self.products.names = [name for name in self.products.names if name not in kinds]
         self.products.captured.clear()
@@ -287,7 +293,7 @@ class SavedForBackward:
         Args:
             backward_bytes: device memory that backward needs for keys, values and their gradients.
         """
-        if not isinstance(self.store, InMemory):
+        if not isinstance(self.store, DeviceTensors):
             self.store.seal(self.order(), backward_bytes)
 
     def keep_states(self, chunk: Chunk, states: States) -> None:
@@ -302,7 +308,7 @@ class SavedForBackward:
         same predecessor start from the same states, which are stored once, under the first of these
         chunks. None if the chunk starts without states."""
         predecessor = self.plan.predecessors[index] if self._state_keys else None
-        return None if predecessor is None else self.plan.behind[predecessor][0]
+        return None if predecessor is None else self.plan.successors[predecessor][0]
 
     def states(self) -> States:
         """Return the saved recurrent states from which the current chunk of backward starts."""
@@ -313,14 +319,14 @@ class SavedForBackward:
             if state is not None
         }
 
-    def keep(self, chunk: Chunk, hidden_chunk: Tensor, attended: list[Attended]) -> None:
+    def keep(self, chunk: Chunk, hidden_chunk: Tensor, attended: list[AttentionOutput]) -> None:
         """Save a chunk's tensors for backward: its input, the keys that indexers selected, and the
         outputs that `saves` names.
 
         Args:
             chunk: the chunk.
             hidden_chunk: the chunk's input [..., B, C, h], without a graph.
-            attended: output and logsumexp of each attention call in the chunk.
+            take_attention_outputs: output and logsumexp of each attention call in the chunk.
 
         Raises:
             UnsupportedModelError: the layer has written in place to a tensor that must be saved.
@@ -348,12 +354,14 @@ class SavedForBackward:
         tokens = hidden_chunk.numel() // hidden_chunk.shape[-1]
         prefix = self.carried.prefix
         overwritten = self.layer_state.tests.overwritten
-        with self.autocast.restored():
+        with self.autocast.restore():
             products = {
-                name: Product(
+                name: LinearOutput(
                     linear.out_features
                     * tokens
-                    * (cast_to(linear.weight) or _computes_in(linear, hidden_chunk)).itemsize,
+                    * (
+                        linear_autocast_dtype(linear.weight) or _output_dtype(linear, hidden_chunk)
+                    ).itemsize,
                     self.times_recomputed(name)
                     * 2.0
                     * linear.out_features
@@ -366,12 +374,13 @@ class SavedForBackward:
         cost = Cost(
             x=hidden_chunk.nbytes + sum(picks.nbytes for picks in prefix.chunk_picks),
             attn_out=0
-            if overwritten.attended
+            if overwritten.attention_output
             else sum(part.o.nbytes + part.lse.nbytes for part in attended),
             kv=(chunk.stop - chunk.start) * sum(size.keys for size in prefix.sizes_seen),
             attention_flops=sum(prefix.flops(chunk, part) for part in attended),
             products=products,
-            overwritten=overwritten.products | ({"attn_out"} if overwritten.attended else set()),
+            overwritten=overwritten.products
+            | ({"attn_out"} if overwritten.attention_output else set()),
         )
         self.cost_recorder.record_chunk(cost)
 
@@ -396,14 +405,14 @@ class SavedForBackward:
         forward will save. Outputs that the layer overwrites in place are not saved, nor are outputs
         that backward never reads.
 
-        Must be called inside `LayerCall.streaming`, where hooks of DeepSpeed and accelerate are
+        Must be called inside `LayerCall.prepare_layer`, where hooks of DeepSpeed and accelerate are
         disabled.
 
         Raises:
             UnsupportedModelError: the user has named an output that the layer overwrites.
         """
         overwritten = self.layer_state.tests.overwritten
-        if "attn_out" in self.saves and overwritten.attended and self.lends_attended:
+        if "attn_out" in self.saves and overwritten.attention_output and self.lends_attended:
             if self.chosen_by_user:
                 raise self._overwritten()
             self.saves = tuple(name for name in self.saves if name != "attn_out")
@@ -411,7 +420,7 @@ class SavedForBackward:
         if names:
             linears = self.products.linears = self.layer_state.linears
             if self.chosen_by_user:
-                products = matching(linears, names)
+                products = match_names(linears, names)
             else:
                 products = [name for name in linears if name in names]
             savable = [name for name in products if name not in overwritten.products]
@@ -462,7 +471,7 @@ class SavedForBackward:
                 else:
                     tiled.append([(f"k.{call_index}", 0), (f"v.{call_index}", 0)])
         elif prefix.calls and ("kv" not in self.saves or self.moves_kv):
-            order += [self.starts(chunk.index) for chunk in self.refilled]
+            order += [self.start_names(chunk.index) for chunk in self.refilled_chunks]
         for chunk in self.plan.backward:
             order.append(self.reads(chunk.index))
             if chunk.stop == self.plan.length:
@@ -485,13 +494,13 @@ class SavedForBackward:
         )
 
     @property
-    def refilled(self) -> tuple[Chunk, ...]:
+    def refilled_chunks(self) -> tuple[Chunk, ...]:
         """Return all chunks but the last one: the chunks whose keys and values must be recomputed
         at the start of backward, unless these are saved. The last chunk's own recomputation writes
         its keys and values."""
         return self.plan.chunks[:-1]
 
-    def starts(self, index: int) -> list[Access]:
+    def start_names(self, index: int) -> list[Access]:
         """Return the names of the saved tensors that a chunk's recomputation starts from, its input
         and recurrent states, as (name, chunk index)."""
         reads = [("x", index)]
@@ -502,8 +511,9 @@ class SavedForBackward:
         return reads
 
     def reads(self, index: int) -> list[Access]:
-        """Return all saved tensors that differentiating this chunk needs, as (name, chunk index)."""
-        reads = self.starts(index)
+        """Return all saved tensors that differentiating this chunk needs, as (name, chunk
+        index)."""
+        reads = self.start_names(index)
         reads += self.attended_reads(index)
         for indexer in range(self._indexers):
             reads.append((f"picks.{indexer}", index))
@@ -560,7 +570,7 @@ class SavedForBackward:
         the current chunk. The tensors stay in `brought` for a retry."""
         return [self.brought[f"picks.{indexer}"] for indexer in range(self._indexers)]
 
-    def attended(self) -> list[Attended] | None:
+    def take_attention_outputs(self) -> list[AttentionOutput] | None:
         """Remove the attention outputs and logsumexps of the current chunk from `brought` and
         return both; None if not saved."""
         call_indices = range(self.carried.prefix.calls or 0)
@@ -572,7 +582,9 @@ class SavedForBackward:
         take = self.brought.pop
         attended = []
         for call_index in call_indices:
-            attended.append(Attended(take(f"attn_out.{call_index}"), take(f"lse.{call_index}")))
+            attended.append(
+                AttentionOutput(take(f"attn_out.{call_index}"), take(f"lse.{call_index}"))
+            )
         return attended
 
 
@@ -582,7 +594,7 @@ def _is_needed(name: str) -> bool:
     return name.split(".")[0] in ("x", "state", "picks")
 
 
-def _computes_in(linear: nn.Linear, x: Tensor) -> torch.dtype:
+def _output_dtype(linear: nn.Linear, x: Tensor) -> torch.dtype:
     """Return the dtype of a Linear's output for x [..., h]: the dtype of its weight, or that of x
     if the weight is quantized. The size of a saved output follows from the dtype."""
     return linear.weight.dtype if linear.weight.is_floating_point() else x.dtype

@@ -32,23 +32,25 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from streambp.device import run_and_watch_draws
-from streambp.offload.costs import HostFigures, LayerCost, never_leaving
-from streambp.offload.free_memory import NO_LIMIT
-from streambp.offload.link import FREE_SHARE
+from streambp.offload.costs import HostStepFigures, LayerCost, host_exclusions
+from streambp.offload.free_memory import UNLIMITED_BYTES
+from streambp.offload.link import USABLE_FREE_FRACTION
 from streambp.offload.manager import OffloadManager
-from streambp.offload.places import Headroom, Placement, choose_placement
+from streambp.offload.placement import Headroom, Placement, choose_placement
 
-IN_FLIGHT = 2  # groups of copies, each of one chunk
-PINNING = 0.5 / 2**30  # seconds for each byte of host memory
-LEAST_GAIN = 0.002  # fraction of a step's seconds below which nothing moves
-ROOMS = 64  # the bytes of all layers' inputs, divided by the unit to which rooms are rounded
-COUNTING = 5.0  # seconds of counting a step that moves
-RESERVED = 1.01  # allocated host memory of a micro-batch, relative to its bytes
-REMEMBERED = 64  # maximal number of cached predictions
+COPY_GROUPS_IN_FLIGHT = 2  # groups of copies, each of one chunk
+PINNING_SECONDS_PER_BYTE = 0.5 / 2**30  # seconds for each byte of host memory
+MIN_RELATIVE_GAIN = 0.002  # fraction of a step's seconds below which nothing moves
+HEADROOM_STEPS = (
+    64  # the bytes of all layers' inputs, divided by the unit to which rooms are rounded
+)
+COUNTING_SECONDS = 5.0  # seconds of counting a step that moves
+HOST_ALLOCATION_FACTOR = 1.01  # allocated host memory of a micro-batch, relative to its bytes
+MAX_CACHED_PREDICTIONS = 64  # maximal number of cached predictions
 T = TypeVar("T")
 
 
-class Shape(NamedTuple):
+class MicroBatchShape(NamedTuple):
     """Size of a micro-batch.
 
     Attributes:
@@ -62,7 +64,7 @@ class Shape(NamedTuple):
     chunk: int
 
 
-class Pace(NamedTuple):
+class StepSpeed(NamedTuple):
     """Speed of a step's parts on a device.
 
     Attributes:
@@ -100,7 +102,7 @@ class MovingStep:
         pace: speed of the step's parts.
     """
 
-    shape: Shape
+    shape: MicroBatchShape
     fits: bool
     placement: Placement
     free_bytes: float
@@ -109,11 +111,15 @@ class MovingStep:
     in_flight: float
     leaving: float
     seconds: float
-    pace: Pace
+    pace: StepSpeed
 
 
 def predicted_move(
-    costs: Mapping[int, LayerCost], shape: Shape, free_bytes: float, host: float, pace: Pace
+    costs: Mapping[int, LayerCost],
+    shape: MicroBatchShape,
+    free_bytes: float,
+    host: float,
+    pace: StepSpeed,
 ) -> MovingStep:
     """Return the prediction for a step that moves layer inputs and saved tensors to the host.
 
@@ -126,8 +132,8 @@ def predicted_move(
         pace: speed of the step's parts.
     """
     link = pace.forward * pace.link / len(costs)  # bytes that one layer's forward hides
-    in_flight = IN_FLIGHT * link * shape.chunk / shape.tokens
-    device_headroom = FREE_SHARE * max(0.0, free_bytes - in_flight)
+    in_flight = COPY_GROUPS_IN_FLIGHT * link * shape.chunk / shape.tokens
+    device_headroom = USABLE_FREE_FRACTION * max(0.0, free_bytes - in_flight)
     is_unchunked = shape.chunk >= shape.tokens
     inputs: dict[int, float] = {}
     candidates = {}
@@ -139,7 +145,7 @@ def predicted_move(
         candidates[index] = list(cost.candidates(index, shape.tokens, shape.length, is_unchunked))
         attending += scaled.attention_flops * shape.length / cost.length / pace.attention
         copying += scaled.attn_out / pace.link
-    headroom = Headroom(host, link, device_headroom, never_leaving(attending, copying))
+    headroom = Headroom(host, link, device_headroom, host_exclusions(attending, copying))
     placement = choose_placement(inputs, candidates, headroom)
     leaving = sum(placement.leaving.values())
     spared = placement.spared / pace.products
@@ -171,7 +177,7 @@ class HostChoice:
             micro-batch did not move; 0 otherwise.
     """
 
-    def __init__(self, manager: OffloadManager, price: float = PINNING) -> None:
+    def __init__(self, manager: OffloadManager, price: float = PINNING_SECONDS_PER_BYTE) -> None:
         self.manager = manager
         self.price = price
         self.unspent = 0.0
@@ -181,8 +187,8 @@ class HostChoice:
         self.unpaid_seconds = 0.0
         self.waited = 0.0
         self._unsaved = 0.0
-        self._predictions: dict[tuple[Shape, float, float, float, int], MovingStep] = {}
-        self._figures: HostFigures | None = None
+        self._predictions: dict[tuple[MicroBatchShape, float, float, float, int], MovingStep] = {}
+        self._figures: HostStepFigures | None = None
 
     def __reduce__(self) -> tuple[type[HostChoice], tuple[OffloadManager, float]]:
         """Return a new object without predictions, for copy and pickle."""
@@ -217,7 +223,7 @@ class HostChoice:
             or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         )
 
-    def host_headroom(self, figures: HostFigures) -> float:
+    def host_headroom(self, figures: HostStepFigures) -> float:
         """Return the bytes of host memory that a micro-batch can take.
 
         Args:
@@ -226,11 +232,11 @@ class HostChoice:
         self.manager.set_aside = figures.set_aside
         return self.manager.host_room()
 
-    def predicted(
+    def predict(
         self,
-        figures: HostFigures,
+        figures: HostStepFigures,
         costs: Mapping[int, LayerCost],
-        shape: Shape,
+        shape: MicroBatchShape,
         free_bytes: float,
         host: float,
     ) -> MovingStep:
@@ -243,10 +249,10 @@ class HostChoice:
             free_bytes: bytes of the device that are free beside such a step.
             host: bytes of host memory that the micro-batch can take.
         """
-        if figures is not self._figures or len(self._predictions) >= REMEMBERED:
+        if figures is not self._figures or len(self._predictions) >= MAX_CACHED_PREDICTIONS:
             self._predictions.clear()
             self._figures = figures
-        unit = sum(cost.scaled_to(shape.tokens).x for cost in costs.values()) / ROOMS
+        unit = sum(cost.scaled_to(shape.tokens).x for cost in costs.values()) / HEADROOM_STEPS
         if unit > 0:  # a few different rooms need few choices
             free_bytes = math.floor(free_bytes / unit) * unit
         if unit > 0 and host != math.inf:
@@ -260,7 +266,7 @@ class HostChoice:
         key = shape, free_bytes, host, link, observations
         if key not in self._predictions:
             parts = figures.seconds(shape.tokens, shape.chunk)
-            pace = Pace(*parts, figures.products, figures.attention, link)
+            pace = StepSpeed(*parts, figures.products, figures.attention, link)
             self._predictions[key] = predicted_move(costs, shape, free_bytes, host, pace)
         return self._predictions[key]
 
@@ -273,13 +279,13 @@ class HostChoice:
             seconds: seconds of the micro-batch that does not move; infinity if it does not fit.
         """
         self._unsaved = unsaved
-        if unsaved <= LEAST_GAIN * seconds and math.isfinite(seconds):
+        if unsaved <= MIN_RELATIVE_GAIN * seconds and math.isfinite(seconds):
             self._unsaved = 0.0
             return False
         counted = self._figures is not None or self.price == 0
-        return counted or math.isinf(seconds) or self.waited + unsaved >= COUNTING
+        return counted or math.isinf(seconds) or self.waited + unsaved >= COUNTING_SECONDS
 
-    def pays(self, step: MovingStep, seconds: float) -> bool:
+    def is_worth_moving(self, step: MovingStep, seconds: float) -> bool:
         """True if a micro-batch must move: tensors leave, it is faster by more than a small
         fraction, and its host memory is pinned or pays for pinning. [Note: host by seconds]
 
@@ -289,14 +295,14 @@ class HostChoice:
         """
         if not step.fits or not step.leaving:
             return False
-        if not step.seconds < (1 - LEAST_GAIN) * seconds:
+        if not step.seconds < (1 - MIN_RELATIVE_GAIN) * seconds:
             return False
         self.gain = seconds - step.seconds
         price = self.price * max(0.0, step.leaving - self.manager.pinned)
         self.unpaid_seconds = max(0.0, price - self.unspent - self.gain)
         return self.unpaid_seconds == 0
 
-    def began(self, step: MovingStep | None) -> None:
+    def begin_micro_batch(self, step: MovingStep | None) -> None:
         """Record that a micro-batch begins.
 
         Args:
@@ -316,5 +322,5 @@ class HostChoice:
             step: the prediction for the micro-batch.
         """
         self.manager.staying = step.placement.staying
-        self.manager.gpu_memory = NO_LIMIT  # `staying` decides
-        self.manager.reserve = int(RESERVED * step.leaving)
+        self.manager.gpu_memory = UNLIMITED_BYTES  # `staying` decides
+        self.manager.reserve = int(HOST_ALLOCATION_FACTOR * step.leaving)

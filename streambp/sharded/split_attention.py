@@ -3,12 +3,13 @@ gradients.
 
 `layer.py` uses the classes in the same way:
 
-    AttendedAtOnce   the queries of all tokens attend before the second half begins, because ranks
-                     exchange tensors in between; the output and its gradient exist for all tokens
-    AttendedByChunk  each chunk's queries attend when the second half reaches the chunk, because
-                     nothing is exchanged; the output and its gradient exist for one chunk
+    AllQueriesAttention  the queries of all tokens attend before the second half begins, because
+                         ranks exchange tensors in between; the output and its gradient exist for
+                         all tokens
+    ChunkwiseAttention   each chunk's queries attend when the second half reaches the chunk, because
+                         nothing is exchanged; the output and its gradient exist for one chunk
 
-Both classes write the gradient of q over q. A third class, `ReadByChunk`, serves a layer
+Both classes write the gradient of q over q. A third class, `ChunkwiseKeys`, serves a layer
 that computes attention itself: the layer's second half gets keys and values of all tokens.
 """
 
@@ -17,8 +18,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from streambp.attention.attend import Attended, Params, PrefixAttention, attend_blocks
-from streambp.attention.backend import Use
+from streambp.attention.attend import (
+    AttentionOutput,
+    AttentionParams,
+    PrefixAttention,
+    attend_blocks,
+)
+from streambp.attention.backend import BlockPurpose
 from streambp.attention.kv import KVBuffer
 from streambp.chunks import Chunk
 from streambp.sharded.call import ShardedCall, keeps
@@ -31,7 +37,7 @@ def part_of(chunk: Chunk) -> tuple[slice, slice, slice]:
     return slice(None), slice(None), slice(chunk.start, chunk.stop)
 
 
-def params_of(call: ShardedCall, chunk: Chunk) -> Params:
+def params_of(call: ShardedCall, chunk: Chunk) -> AttentionParams:
     """Return the parameters of attention for a chunk of queries, which has its own seed for
     attention dropout, and T5's bias if the layer adds one."""
     params = call.params
@@ -43,7 +49,7 @@ def params_of(call: ShardedCall, chunk: Chunk) -> Params:
     return params._replace(seed=params.seed + (chunk.index << 32))
 
 
-class AttendedAtOnce:
+class AllQueriesAttention:
     """Attention of all queries of this rank, computed before the second half of the layer begins.
 
     Args:
@@ -60,7 +66,7 @@ class AttendedAtOnce:
         self.call = call
         self.q = q
         self.keys: Keys | None = keys
-        self.attended: Attended
+        self.attended: AttentionOutput
         self.o: Tensor
 
     def forward(self, keep: bool) -> None:
@@ -81,7 +87,7 @@ class AttendedAtOnce:
         del keys, lse
         self.o = call.shards.tokens(o, call.heads[0])
 
-    def output(self, chunk: Chunk) -> tuple[Tensor, list[Attended]]:
+    def output(self, chunk: Chunk) -> tuple[Tensor, list[AttentionOutput]]:
         """Return attention's output [B, H, C, D_v] for a chunk of this rank's tokens in forward,
         and [], because the output was saved before."""
         return self.o[part_of(chunk)], []
@@ -92,7 +98,7 @@ class AttendedAtOnce:
         call = self.call
         assert self.keys is not None
         o, lse = self._attend(self.keys, last=False)
-        self.attended = Attended(o, lse)
+        self.attended = AttentionOutput(o, lse)
         self.o = call.shards.tokens(o, call.heads[0])
         if self.o is o:
             self.o = o.clone()
@@ -154,7 +160,7 @@ class AttendedAtOnce:
         call.backward_bytes = 0
         for group in keys.groups(last):
             sinks = None if call.sinks is None else call.sinks[group.heads]
-            kv_storage = KVBuffer.of(group.k, group.v, call.params.backend.width)
+            kv_storage = KVBuffer.from_tensors(group.k, group.v, call.params.backend.width)
             call.backward_bytes = max(call.backward_bytes, bytes_of(group.k, group.v))
             for chunk_shard in unsaved:
                 queries = chunk_shard.local_chunk
@@ -163,9 +169,9 @@ class AttendedAtOnce:
                 attended = attend_blocks(
                     q_of_group, kv_storage, prefix.layout, chunk_shard.full_chunk, params, sinks
                 )
-                prefix.note(
+                prefix.note_kernels(
                     call.params.backend.plan(
-                        prefix.layout, chunk_shard.full_chunk, batch, Use.FORWARD
+                        prefix.layout, chunk_shard.full_chunk, batch, BlockPurpose.FORWARD
                     )
                 )
                 o[:, queries.start : queries.stop, group.heads] = attended.o
@@ -211,16 +217,16 @@ class AttendedAtOnce:
         if call.sinks is not None:
             d_sinks = torch.zeros_like(call.sinks, dtype=attended.lse.dtype)
         for group in keys.groups(last=True):
-            kv_storage = KVBuffer.of(group.k, group.v, call.params.backend.width)
+            kv_storage = KVBuffer.from_tensors(group.k, group.v, call.params.backend.width)
             for chunk_shard in reversed(call.chunk_shards):
                 part = (
                     slice(None),
                     group.heads,
                     slice(chunk_shard.local_chunk.start, chunk_shard.local_chunk.stop),
                 )
-                saved = Attended(attended.o[part].transpose(1, 2), attended.lse[part])
+                saved = AttentionOutput(attended.o[part].transpose(1, 2), attended.lse[part])
                 sinks = None if call.sinks is None else call.sinks[group.heads]
-                out, leaves = differentiable(
+                out, leaves = attend_with_graph(
                     call, q[part], kv_storage, sinks, chunk_shard.full_chunk, saved
                 )
                 q[part], *d_sink = torch.autograd.grad(out, leaves, d_o[part].transpose(1, 2))
@@ -237,7 +243,7 @@ class AttendedAtOnce:
         return [parts[0] if len(parts) == 1 else torch.cat(parts, 1) for parts in by_tensor]
 
 
-class AttendedByChunk:
+class ChunkwiseAttention:
     """Attention of one chunk's queries after the other, on a rank that has all tokens and heads.
 
     Args:
@@ -253,7 +259,7 @@ class AttendedByChunk:
         assert call.params is not None
         group = keys.key_groups[0]
         width = call.params.backend.width
-        self.kv_storage = call.attempt(lambda _: KVBuffer.of(group.k, group.v, width))
+        self.kv_storage = call.attempt(lambda _: KVBuffer.from_tensors(group.k, group.v, width))
         self.dtype = group.k.dtype
         self.d_sinks: Tensor | None = None
         self.d_bias: Tensor | None = None
@@ -269,13 +275,13 @@ class AttendedByChunk:
             keep_keys(self.call, self.keys)
         del self.keys
 
-    def output(self, chunk: Chunk) -> tuple[Tensor, list[Attended]]:
+    def output(self, chunk: Chunk) -> tuple[Tensor, list[AttentionOutput]]:
         """Return attention's output [B, H, C, D_v] for a chunk in forward, and a list with the same
         output and its logsumexp."""
         call = self.call
         prefix = call.carried.prefix
         params = params_of(call, chunk)
-        plan = params.backend.plan(prefix.layout, chunk, call.rows, Use.FORWARD)
+        plan = params.backend.plan(prefix.layout, chunk, call.rows, BlockPurpose.FORWARD)
         q = self.q[part_of(chunk)]
         cost_recorder = call.saved.cost_recorder
         began = None if cost_recorder is None else cost_recorder.clock()
@@ -284,7 +290,7 @@ class AttendedByChunk:
         )
         if cost_recorder is not None:
             cost_recorder.mark_attention(began)
-        prefix.note(plan)
+        prefix.note_kernels(plan)
         return attended.o.transpose(1, 2), [attended]
 
     def backward(self) -> None:
@@ -303,9 +309,9 @@ class AttendedByChunk:
         again. Must be called with gradients enabled."""
         call = self.call
         saved = None
-        for attended in call.saved.attended() or ():
+        for attended in call.saved.take_attention_outputs() or ():
             saved = attended
-        out, leaves = differentiable(
+        out, leaves = attend_with_graph(
             call, self.q[part_of(chunk)], self.kv_storage, call.sinks, chunk, saved
         )
         return out.transpose(1, 2), leaves
@@ -346,7 +352,7 @@ class AttendedByChunk:
         return [self.q, *call.shards.own_gradient(sums, self.dtype, call.heads[1])]
 
 
-class ReadByChunk:
+class ChunkwiseKeys:
     """Keys and values for a layer that computes attention itself, on a rank that has all tokens.
 
     Args:
@@ -372,7 +378,7 @@ class ReadByChunk:
             keep_keys(self.call, self.keys)
         del self.keys
 
-    def output(self, chunk: Chunk) -> tuple[tuple[Tensor, Tensor], list[Attended]]:
+    def output(self, chunk: Chunk) -> tuple[tuple[Tensor, Tensor], list[AttentionOutput]]:
         """Return K [B, H_kv, T, D] and V of all tokens for a chunk in forward, and []: the layer's
         own output of attention is not saved."""
         return self.tensors, []
@@ -408,7 +414,7 @@ class ReadByChunk:
         return call.shards.own_gradient(self.sums, dtype, call.heads[1])
 
 
-Attending = AttendedAtOnce | AttendedByChunk | ReadByChunk
+SplitAttention = AllQueriesAttention | ChunkwiseAttention | ChunkwiseKeys
 
 
 def bytes_of(k: Tensor, v: Tensor) -> int:
@@ -435,13 +441,13 @@ def keep_keys(call: ShardedCall, keys: Keys) -> None:
             call.saved.store.save("v.0", chunk_shard.local_chunk.index, group.v[:, positions])
 
 
-def differentiable(
+def attend_with_graph(
     call: ShardedCall,
     q: Tensor,
     kv_storage: KVBuffer,
     sinks: Tensor | None,
     chunk: Chunk,
-    saved: Attended | None,
+    saved: AttentionOutput | None,
 ) -> tuple[Tensor, list[Tensor]]:
     """Return attention's output [B, C, H, D_v] for a chunk of queries with an autograd graph, and
     the leaves of the graph: the queries, the attention sinks and T5's bias.

@@ -33,11 +33,11 @@ from streambp.head.blocks import Projection
 from streambp.head.recipe import LogitsExpression, blockwise_loss
 from streambp.known_names import TENSOR_HOOKS
 from streambp.lazy.base import (
-    METADATA,
+    METADATA_OPERATIONS,
     GradientSink,
     LazyTensor,
     MaterializeLazy,
-    SharedMemory,
+    SharedWriteCount,
     note_use,
 )
 from streambp.lazy.row_rules import is_number
@@ -61,7 +61,7 @@ class LazyHidden(LazyTensor):
     """
 
     config_hint = "StreamConfig(head=False) for this model"
-    metadata = METADATA
+    metadata = METADATA_OPERATIONS
 
     source: Tensor
     recipe: LogitsExpression
@@ -85,7 +85,7 @@ class LazyHidden(LazyTensor):
         )  # type: ignore[attr-defined]
         self.source = source
         self.recipe = recipe
-        self.memory = SharedMemory()
+        self.memory = SharedWriteCount()
         self.origin = source
         if recipe.token_positions is not None:
             self.origin = recipe.token_positions
@@ -121,7 +121,7 @@ class LazyHidden(LazyTensor):
         return result
 
     @classmethod
-    def arrived(cls, ctx: Any, gradient: Tensor | None) -> list[Tensor | None] | None:
+    def receive_gradient(cls, ctx: Any, gradient: Tensor | None) -> list[Tensor | None] | None:
         """Return the gradients of the lazy tensor's inputs, for a gradient of the complete tensor.
         Return None if the gradient is None. An entry is None if its input requires no gradient.
 
@@ -260,21 +260,21 @@ class LazyHidden(LazyTensor):
                 "computed without them. Use StreamConfig(head=False) for this model."
             )
         if name != "requires_grad_":
-            self.pass_by(f"{name} was called on them")
+            self.invalidate_node(f"{name} was called on them")
             self.materialized_tensor = self.build()
             self.memory.track_alias(self.materialized_tensor)
-        result = self.on_real(func, name, args, kwargs)
+        result = self.run_on_complete(func, name, args, kwargs)
         note_use(tensors_in((args, kwargs), LazyHidden), result)
         return result
 
-    def pass_by(self, why: str) -> None:
+    def invalidate_node(self, why: str) -> None:
         """Record the reason why a later gradient at this tensor's autograd node would be wrong.
-        `arrived` raises with this reason."""
+        `receive_gradient` raises with this reason."""
         if self.graph_node is not None:
             self.graph_node.passed_by = why
 
     @classmethod
-    def on_real(cls, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    def run_on_complete(cls, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """Run an operation that has no rule, with complete tensors in place of lazy arguments.
 
         Args:
@@ -283,10 +283,10 @@ class LazyHidden(LazyTensor):
             args: positional arguments of the call.
             kwargs: keyword arguments of the call.
         """
-        result = super().on_real(func, name, args, kwargs)
+        result = super().run_on_complete(func, name, args, kwargs)
         if name in TENSOR_HOOKS:
             for x in tensors_in((args, kwargs), cls):
-                x.pass_by(f"{name} was called on them")
+                x.invalidate_node(f"{name} was called on them")
         return result
 
     def note(self, operation: str) -> None:
@@ -305,7 +305,7 @@ class LazyHidden(LazyTensor):
         )
 
 
-def _scale(x: LazyHidden, number: Any, *, over: bool = False) -> Any:
+def _scale_rule(x: LazyHidden, number: Any, *, over: bool = False) -> Any:
     """Return a lazy tensor multiplied by `number`, or divided by it if `over`. This is the rule
     for multiplication and division in a model's forward. NotImplemented if `number` is no
     finite number other than zero."""
@@ -322,7 +322,7 @@ def _scale(x: LazyHidden, number: Any, *, over: bool = False) -> Any:
     )
 
 
-def _tanh(x: LazyHidden) -> Any:
+def _tanh_rule(x: LazyHidden) -> Any:
     projection = x.recipe.projection
     if x.recipe.weight is None or projection.softcap is not None:
         return NotImplemented
@@ -330,14 +330,14 @@ def _tanh(x: LazyHidden) -> Any:
     return x.copy_with(dataclasses.replace(x.recipe, projection=projection))
 
 
-def _linear(x: LazyHidden, weight: Any, bias: Any = None) -> Any:
+def _linear_rule(x: LazyHidden, weight: Any, bias: Any = None) -> Any:
     if x.recipe.weight is not None or (x.recipe.projection.logit_scale != 1.0 and bias is not None):
         return NotImplemented
     # A scale of the hidden states is one of the logits: (c * hidden) @ W^T = c * (hidden @ W^T).
     return LazyHidden.make(x.source, dataclasses.replace(x.recipe, weight=weight, bias=bias))
 
 
-def _add(x: LazyHidden, addend: Any) -> Any:
+def _add_rule(x: LazyHidden, addend: Any) -> Any:
     """Return lazy logits with a bias added: one value for each entry of the vocabulary, as in BART
     and Marian. The bias is shaped [V], or has leading dimensions of size 1.
 
@@ -360,7 +360,7 @@ def _add(x: LazyHidden, addend: Any) -> Any:
     return x.copy_with(dataclasses.replace(recipe, bias=bias, adds_bias=True), dtype)
 
 
-def _cross_entropy(
+def _cross_entropy_rule(
     x: LazyHidden,
     target: Any,
     weight: Any = None,
@@ -389,10 +389,10 @@ def _cross_entropy(
 
 # See `foreign.py`.
 LazyHidden.rules = TOKEN_RULES | {
-    **dict.fromkeys(("mul", "__mul__", "__rmul__"), _scale),
-    **dict.fromkeys(("div", "__truediv__"), functools.partial(_scale, over=True)),
-    "tanh": _tanh,
-    **dict.fromkeys(("add", "__add__"), _add),
-    "linear": _linear,
-    "cross_entropy": _cross_entropy,
+    **dict.fromkeys(("mul", "__mul__", "__rmul__"), _scale_rule),
+    **dict.fromkeys(("div", "__truediv__"), functools.partial(_scale_rule, over=True)),
+    "tanh": _tanh_rule,
+    **dict.fromkeys(("add", "__add__"), _add_rule),
+    "linear": _linear_rule,
+    "cross_entropy": _cross_entropy_rule,
 }

@@ -21,22 +21,22 @@ from streambp.cache_arguments import without_caches
 from streambp.chunks import Chunk
 from streambp.distributed.engines import (
     JoinGradients,
-    engine_hooks_silenced,
     engine_ownership,
     reductions_of,
+    silence_engine_hooks,
 )
 from streambp.errors import BackwardError, UnsupportedModelError
-from streambp.fingerprint.hooks import HookKey, described, routing_hooks, watching
+from streambp.fingerprint.hooks import HookKey, describe_hook, routing_hooks, watch_hooks
 from streambp.fingerprint.snapshots import change_error, versions_of
 from streambp.layer.arguments import refuse_written
-from streambp.layer.call import switched_off
+from streambp.layer.call import find_disabled_parts
 from streambp.layer.layer_state import CallReport, LayerState
-from streambp.layer.recompute import Autocast, Parameters, check_mode, computed_as_written
-from streambp.layer.side_effects import Buffers, buffers_of, in_place_of_buffers, written_since
-from streambp.recurrent.segments import in_segments, mixers_of
+from streambp.layer.recompute import Autocast, Parameters, check_mode, disable_checkpointing
+from streambp.layer.side_effects import Buffers, buffers_of, find_written_buffers, replace_buffers
+from streambp.recurrent.segments import mixers_of, run_by_segment
 
 
-def run_whole(layer_state: LayerState, args: Any, kwargs: Any, report: CallReport) -> Any:
+def run_unchunked(layer_state: LayerState, args: Any, kwargs: Any, report: CallReport) -> Any:
     """Run a decoder layer on all tokens at once under torch's checkpoint, and return its forward's
     result.
 
@@ -51,9 +51,9 @@ def run_whole(layer_state: LayerState, args: Any, kwargs: Any, report: CallRepor
             replaced.
     """
     kwargs = without_caches(kwargs)
-    configs = layer_state.of(layer_state.kind.attention.configs)
+    configs = layer_state.cached_result(layer_state.kind.attention.configs)
     rows = report.rows
-    mixers = [] if rows is None else layer_state.of(mixers_of)
+    mixers = [] if rows is None else layer_state.cached_result(mixers_of)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if (
@@ -70,13 +70,13 @@ def run_whole(layer_state: LayerState, args: Any, kwargs: Any, report: CallRepor
         )
         # ZeRO-3 counts the modules that ran, while other ranks may stream. ZeRO-3 leaf
         # modules inside the layer reduce their gradients by hooks of their own.
-        hooks, modules = layer_state.of(switched_off)
-        silenced = engine_hooks_silenced([] if layer_state.of(reductions_of) else hooks)
-        arrive, args, kwargs = _as_one(layer_state, args, kwargs)
+        hooks, modules = layer_state.cached_result(find_disabled_parts)
+        silenced = silence_engine_hooks([] if layer_state.cached_result(reductions_of) else hooks)
+        arrive, args, kwargs = _join_gradients(layer_state, args, kwargs)
         with (
             unchunked_run,
-            computed_as_written(modules),
-            in_segments(mixers, segments, None),
+            disable_checkpointing(modules),
+            run_by_segment(mixers, segments, None),
             silenced,
             arrive,
         ):
@@ -87,7 +87,7 @@ def run_whole(layer_state: LayerState, args: Any, kwargs: Any, report: CallRepor
             return run(*args, **kwargs)
         # Recompute to the end, so that the output can be compared. [Note: witness]
         return checkpoint(
-            Repeatable(layer_state, run, args, kwargs),
+            CheckpointedForward(layer_state, run, args, kwargs),
             *args,
             use_reentrant=False,
             early_stop=False,
@@ -105,7 +105,7 @@ def run_whole(layer_state: LayerState, args: Any, kwargs: Any, report: CallRepor
         ) from error
 
 
-def _as_one(
+def _join_gradients(
     layer_state: LayerState, args: Any, kwargs: dict[str, Any]
 ) -> tuple[contextlib.AbstractContextManager[Any], Any, Any]:
     """Return a context manager in which the layer's forward must run, and the args and kwargs to
@@ -134,7 +134,7 @@ def _as_one(
     return parameters.replace(aliases), args, kwargs
 
 
-class Repeatable:
+class CheckpointedForward:
     """A layer's forward for torch's checkpoint, with checks that the recomputation is the same.
 
     Checkpoint itself does not notice if the model or the batch changed after forward. The
@@ -181,7 +181,7 @@ class Repeatable:
                 slot: buffer.detach().clone() for slot, buffer in buffers_of(self._layer).items()
             }
             self._states = generator_states(self._generators)
-            with watching(self._look.hooks) as modifying_hooks, self._mismatch_named():
+            with watch_hooks(self._look.hooks) as modifying_hooks, self._explain_mismatch():
                 result = self._run(*args, **kwargs)
             trained = Parameters(self._layer, self._device)
             if trained.names != self._parameters.names:  # a first call may make parameters
@@ -189,8 +189,8 @@ class Repeatable:
             self._forward_snapshot = self._fingerprint.record_forward(
                 self._layer, self._look, versions, modifying_hooks
             )
-            self._buffers = written_since(buffer_copies)
-            self._see((args, kwargs), result, in_backward=False)
+            self._buffers = find_written_buffers(buffer_copies)
+            self._record_or_compare((args, kwargs), result, in_backward=False)
             return result
         if self._backward_begins is not None:
             self._backward_begins(self._device)
@@ -204,13 +204,13 @@ class Repeatable:
         set_generators(self._generators, self._states)
         modifying_hooks = set[HookKey]()
         try:
-            nothing_left = kept_values.recomputed(self._site, snapshot)
+            nothing_left = kept_values.recomputation_context(self._site, snapshot)
             routing = routing_hooks(self._look.hooks.routing)
             with (
-                in_place_of_buffers(self._buffers),
+                replace_buffers(self._buffers),
                 routing,
                 nothing_left,
-                watching(snapshot.hooks) as modifying_hooks,
+                watch_hooks(snapshot.hooks) as modifying_hooks,
             ):
                 result = self._run(*args, **kwargs)
         finally:
@@ -220,12 +220,13 @@ class Repeatable:
             for key in sorted(modifying_hooks - self._forward_snapshot.modifying_hooks):
                 raise change_error(
                     self._layer,
-                    f"{described(key)} changes what it is given, and changed nothing in forward",
+                    f"{describe_hook(key)} changes what it is given, and changed nothing in "
+                    "forward",
                 )
-        self._see((args, kwargs), result, in_backward=True)
+        self._record_or_compare((args, kwargs), result, in_backward=True)
         return result
 
-    def _see(self, layer_arguments: Any, result: Any, in_backward: bool) -> None:
+    def _record_or_compare(self, layer_arguments: Any, result: Any, in_backward: bool) -> None:
         """Record the layer's output in forward; in the recomputation, compare the output with the
         record. [Note: witness]
 
@@ -245,7 +246,7 @@ class Repeatable:
         if in_backward:
             self._witness.end()
 
-    def _mismatch_named(self) -> saved_tensors_hooks:
+    def _explain_mismatch(self) -> saved_tensors_hooks:
         """Return a context manager that turns checkpoint's error for a different recomputation into
         a `BackwardError` with a remedy. Checkpoint still saves the same tensors."""
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)

@@ -14,29 +14,37 @@ from typing import Any
 
 from torch import nn
 
-from streambp.instance_forward import PATCH, WRAPPERS
-from streambp.known_names import MODULE_HOOKS, WITH_KWARGS
+from streambp.instance_forward import PATCH_ATTRIBUTE, WRAPPERS_ATTRIBUTE
+from streambp.known_names import KWARGS_HOOKS, MODULE_HOOKS
 from streambp.model.state import PatchState
 
-TABLES = (WRAPPERS, WITH_KWARGS, *MODULE_HOOKS)  # attributes of modules that are changed in place
+CHANGED_TABLES = (
+    WRAPPERS_ATTRIBUTE,
+    KWARGS_HOOKS,
+    *MODULE_HOOKS,
+)  # attributes of modules that are changed in place
 
 
 @contextlib.contextmanager
-def undone_on_error(model: nn.Module) -> Iterator[None]:
+def restore_on_error(model: nn.Module) -> Iterator[None]:
     """Context manager that restores a model and its previous patch if the body raises."""
-    states = [module.__dict__[PATCH] for module in model.modules() if PATCH in module.__dict__]
-    noted = [Noted(attributes) for attributes in _attributes(model, states)]
+    states = [
+        module.__dict__[PATCH_ATTRIBUTE]
+        for module in model.modules()
+        if PATCH_ATTRIBUTE in module.__dict__
+    ]
+    noted = [AttributeCopy(attributes) for attributes in _attributes(model, states)]
     try:
         yield
     except BaseException:
         for copied in noted:
-            copied.put_back()
+            copied.restore()
         raise
 
 
 def _attributes(model: nn.Module, states: list[PatchState]) -> Iterator[dict[str, Any]]:
     """Yield the attribute dictionary (`__dict__`) of each module of the model, and of each object
-    of its patch that `unpatch` changes. `undone_on_error` copies these dictionaries."""
+    of its patch that `unpatch` changes. `restore_on_error` copies these dictionaries."""
     modules = dict.fromkeys(model.modules())
     for state in states:
         if state.root is not None:  # a shallow copy of the model shares the patch
@@ -53,17 +61,19 @@ def _attributes(model: nn.Module, states: list[PatchState]) -> Iterator[dict[str
         yield module.__dict__
 
 
-class Noted:
+class AttributeCopy:
     """Copy of an object's `__dict__`, and of the dictionaries and lists inside whose contents
     `patch` changes, such as hooks."""
 
     def __init__(self, attributes: dict[str, Any]) -> None:
         self.live_attributes, self.attributes = attributes, dict(attributes)
         self.tables = [
-            (attributes[name], attributes[name].copy()) for name in TABLES if name in attributes
+            (attributes[name], attributes[name].copy())
+            for name in CHANGED_TABLES
+            if name in attributes
         ]
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Restore the object's attributes, and the contents of the copied dictionaries and lists,
         in their previous order."""
         self.live_attributes.clear()

@@ -16,19 +16,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from streambp.accumulate import HALF
+from streambp.accumulate import HALF_DTYPES
 from streambp.errors import StreamBPError, UnsharedError
 from streambp.layer.recompute import Autocast
-from streambp.lazy.deferred import LazyHidden
-from streambp.prefixes.admission import BAR, BAR_IN_HALF, draws_noise
-from streambp.prefixes.tree import Tree
+from streambp.lazy.lazy_hidden import LazyHidden
+from streambp.prefixes.admission import HALF_TRIAL_TOLERANCE, TRIAL_TOLERANCE, draws_noise
+from streambp.prefixes.tree import PrefixTree
 
 # types of module attributes that may change its results
-VALUE_TYPES = (bool, int, float, str, type(None))
+FLAG_TYPES = (bool, int, float, str, type(None))
 
 
 @dataclasses.dataclass(frozen=True)
-class Moment:
+class ModelSnapshot:
     """Snapshot of a model's parameters, buffers and flags. A second forward of a batch raises if
     the model has changed since the first.
 
@@ -41,7 +41,7 @@ class Moment:
     flags: list[dict[str, Any]]
 
     @classmethod
-    def of(cls, module: nn.Module) -> Moment:
+    def capture(cls, module: nn.Module) -> ModelSnapshot:
         """Return a snapshot of the module's current state."""
         tensors = [*module.parameters(), *module.buffers()]
         versions = []
@@ -53,10 +53,10 @@ class Moment:
             flags = _flags(module)
         return cls(versions, flags)
 
-    def is_over(self, module: nn.Module) -> bool:
+    def is_outdated(self, module: nn.Module) -> bool:
         """True if a parameter, buffer or flag of the module was replaced or modified since the
         snapshot."""
-        current = Moment.of(module)
+        current = ModelSnapshot.capture(module)
         if len(current.versions) != len(self.versions) or current.flags != self.flags:
             return True
         pairs = zip(self.versions, current.versions, strict=True)
@@ -71,7 +71,7 @@ def _flags(module: nn.Module) -> list[dict[str, Any]]:
     for part in module.modules():
         flags: dict[str, Any] = {}
         for name, value in vars(part).items():
-            if isinstance(value, VALUE_TYPES):
+            if isinstance(value, FLAG_TYPES):
                 flags[name] = value
             elif isinstance(value, list) and all(isinstance(entry, str) for entry in value):
                 flags[name] = list(value)
@@ -93,7 +93,7 @@ class RowsForward:
     handed_out: bool
 
 
-class LateRows:
+class DeferredRows:
     """Hidden states of a batch's rows, computed only if the program reads values at padding, which
     a packed row does not have. [Note: padding that is read]
 
@@ -108,20 +108,20 @@ class LateRows:
         self,
         module: nn.Module,
         rows_forward: RowsForward,
-        tree: Tree,
+        tree: PrefixTree,
         on_padding_read: Callable[[], None],
     ) -> None:
         self.module = module
         self.rows_forward = rows_forward
         self.tree = tree
         self.on_padding_read = on_padding_read
-        self.moment = Moment.of(module)
+        self.moment = ModelSnapshot.capture(module)
         self.graded = torch.is_grad_enabled()
         self.inferred = torch.is_inference_mode_enabled()
         self.autocast: Autocast | None = None
         self.source: Tensor | None = None
 
-    def of(self, output: Any) -> Callable[[bool], Tensor] | None:
+    def set_packed_states(self, output: Any) -> Callable[[bool], Tensor] | None:
         """Store the hidden states [N, h] of the packed row, which a later forward must reproduce.
         Return the method `compute` for this later forward, or None if no user code can read
         padding.
@@ -154,10 +154,10 @@ class LateRows:
             StreamBPError: the model has changed since the first forward.
         """
         self.on_padding_read()
-        if self.moment.is_over(self.module):
-            raise _changed()
+        if self.moment.is_outdated(self.module):
+            raise _change_error()
         assert self.autocast is not None
-        with self._as_then(graded), self.autocast.restored():
+        with self._restore_settings(graded), self.autocast.restore():
             hidden = self.rows_forward.run()[0]
         assert isinstance(hidden, LazyHidden)
         assert hidden.materialized_tensor is None
@@ -166,7 +166,7 @@ class LateRows:
         return rows
 
     @contextlib.contextmanager
-    def _as_then(self, graded: bool) -> Iterator[None]:
+    def _restore_settings(self, graded: bool) -> Iterator[None]:
         with torch.inference_mode(self.inferred), torch.set_grad_enabled(graded and self.graded):
             yield
 
@@ -185,17 +185,17 @@ class LateRows:
         expected = self.source[token_positions[is_token]]
         computed = rows[is_token]
         difference = computed.double() - expected.double()
-        if rows.dtype in HALF:
+        if rows.dtype in HALF_DTYPES:
             distance = difference.norm() / expected.double().norm().clamp(min=1e-30)
-            bar = BAR_IN_HALF
+            bar = HALF_TRIAL_TOLERANCE
         else:
             distance = difference.abs().max() / expected.abs().max().clamp(min=1e-30)
-            bar = BAR
+            bar = TRIAL_TOLERANCE
         if not bool(distance <= bar):
-            raise _changed()
+            raise _change_error()
 
 
-def _changed() -> StreamBPError:
+def _change_error() -> StreamBPError:
     return StreamBPError(
         "Logits at padding are read after the model has changed, and were not computed before: the "
         "batch was computed without its padding. Read them before the optimizer's step and before "

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor, nn
 
-from streambp.admission.generators import leaving_no_trace
+from streambp.admission.generators import restore_module_state
 from streambp.device import RandomState
 from streambp.distributed.engines import engine_of
 from streambp.errors import StreamBPError
@@ -29,7 +29,13 @@ from streambp.lazy.tensor import LazyLogits
 from streambp.model.causal_lm import CausalLMForward
 from streambp.model.wrappers import BackboneForward, LayerForward
 
-TOLD = ("last", "lazy", "trained", "unlabelled", "predicted")  # attributes about a head's calls
+HEAD_CALL_ATTRIBUTES = (
+    "last",
+    "lazy",
+    "trained",
+    "unlabelled",
+    "predicted",
+)  # attributes about a head's calls
 
 
 def warm_up(model: nn.Module, **inputs: Any) -> None:
@@ -81,36 +87,36 @@ def warm_up(model: nn.Module, **inputs: Any) -> None:
         for device in {p.device for p in model.parameters()} or {torch.device("cpu")}
     ]
     heads = [w for w in wrappers if isinstance(w, CausalLMForward)]
-    saved_fields = [(w, {name: getattr(w, name) for name in TOLD}) for w in heads]
+    saved_fields = [(w, {name: getattr(w, name) for name in HEAD_CALL_ATTRIBUTES}) for w in heads]
     noting = [w.state.steps for w in wrappers if isinstance(w, CausalLMForward | BackboneForward)]
     try:
         with contextlib.ExitStack() as restored:
-            restored.enter_context(leaving_no_trace(model))
+            restored.enter_context(restore_module_state(model))
             for steps in {id(noting_steps): noting_steps for noting_steps in noting}.values():
-                restored.enter_context(steps.unnoted())
+                restored.enter_context(steps.pause_recording())
             output = model(**inputs)
             leaves = [
                 p
                 for p in (*model.parameters(), *inputs.values())
                 if isinstance(p, Tensor) and p.requires_grad
             ]
-            loss = _loss_of(output)
+            loss = _scalar_of_output(output)
             if torch.is_grad_enabled() and leaves and loss is not None:
-                with Autocast.capture(loss.device).off():
+                with Autocast.capture(loss.device).disable():
                     torch.autograd.grad(loss, leaves, allow_unused=True)
     finally:
         for state in buffers:
             state.restore()
         for head, fields in saved_fields:
             vars(head).update(fields)
-    warm_up_record = _warm_up_of(layers)
+    warm_up_record = _earlier_warm_up(layers)
     for wrapper in layers:
         tests = wrapper.layer_state.tests
         tests.warm_up = warm_up_record
         tests.forget(None)  # attributes that modules set in their first call were reset
 
 
-def _warm_up_of(layers: list[LayerForward]) -> WarmUp:
+def _earlier_warm_up(layers: list[LayerForward]) -> WarmUp:
     """Return the state that an earlier `warm_up` left on these layers, if that state is still in
     effect; otherwise a new state."""
     for wrapper in layers:
@@ -120,7 +126,7 @@ def _warm_up_of(layers: list[LayerForward]) -> WarmUp:
     return WarmUp()
 
 
-def _loss_of(output: Any) -> Tensor | None:
+def _scalar_of_output(output: Any) -> Tensor | None:
     """Return a scalar that `warm_up` differentiates: the output's loss, or else a value computed
     from its logits [B, T, V] or from its other tensors. None if no tensor requires a gradient."""
     fields = output if isinstance(output, Mapping) else {"": output}

@@ -4,7 +4,7 @@ A profile depends on the configuration, on the options of the count, and on code
 package's sources, the versions of torch, transformers and peft, and the set of installed kernel
 packages for mixers. A digest of all these is the file's name, so a file is never stale. A file that
 cannot be read, or whose content was changed, is ignored with one line in the log, and the count is
-made again. `counted` always counts models that are already built, because no configuration
+made again. `count_profile` always counts models that are already built, because no configuration
 describes their modules; a patched model's first step has files of its own (`stored_counts.py`).
 """
 
@@ -25,21 +25,21 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import nn
 
-from streambp.fields import LARGEST_NUMBER, check_fields
-from streambp.known_names import LIGER, NO_PART_OF_A_STEP
+from streambp.fields import MAX_NUMBER, check_fields
+from streambp.known_names import IRRELEVANT_CONFIG_KEYS, LIGER
 from streambp.planner.configuration import read_config
 from streambp.planner.fused_layers import Kernels
 from streambp.planner.layer_costs import counted_saves
-from streambp.planner.mixers import KERNELS, Mixers, is_installed
+from streambp.planner.mixers import MIXER_KERNELS, Mixers, is_installed
 from streambp.planner.profile import Profile, from_json, to_json
 from streambp.planner.skeleton import Device, Skeleton, Source
-from streambp.planner.survey import STREAMED, SurveyRecipe, survey
+from streambp.planner.survey import STREAMED_RECIPES, SurveyRecipe, survey
 from streambp.reporting import reason
 
 logger = logging.getLogger(__name__)
-PACKAGE = Path(__file__).parent.parent
-VERSIONS = ("torch", "transformers", "peft")
-DIGEST = "digest"  # entry of a file: a digest of the file's other entries
+PACKAGE_FOLDER = Path(__file__).parent.parent
+VERSIONED_PACKAGES = ("torch", "transformers", "peft")
+DIGEST_ENTRY = "digest"  # entry of a file: a digest of the file's other entries
 ProgressCallback = Callable[[str, float], None]
 T = TypeVar("T")
 
@@ -66,7 +66,7 @@ class CountRequest:
     encoder_len: int | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self, lora=(1, 2**20), batch_size=(1, 2**20), encoder_len=(1, LARGEST_NUMBER))
+        check_fields(self, lora=(1, 2**20), batch_size=(1, 2**20), encoder_len=(1, MAX_NUMBER))
 
     def skeleton(self) -> Skeleton:
         """Return the model to count, with meta or fake tensors (`Skeleton`).
@@ -89,7 +89,7 @@ class CountRequest:
         return skeleton
 
 
-def counted(
+def count_profile(
     request: CountRequest,
     recipes: Sequence[SurveyRecipe],
     cache: bool = False,
@@ -111,7 +111,7 @@ def counted(
         config = read_config(request.source)
         fields = {}
         for name, value in config.to_dict().items():
-            if name not in NO_PART_OF_A_STEP:
+            if name not in IRRELEVANT_CONFIG_KEYS:
                 fields[name] = value
         options = {}
         for field in dataclasses.fields(request):
@@ -134,13 +134,15 @@ def counted(
         request.attention,
         on_progress=on_progress,
     )
-    if request.device != "cpu" and any(recipe.name == STREAMED[0].name for recipe in recipes):
+    if request.device != "cpu" and any(
+        recipe.name == STREAMED_RECIPES[0].name for recipe in recipes
+    ):
         profile = dataclasses.replace(
             profile, saves=counted_saves(request.skeleton(), profile.layers)
         )
     if file is not None:
         with contextlib.suppress(OSError):  # the file is optional
-            write(file, to_json(profile))
+            write_file(file, to_json(profile))
     return profile
 
 
@@ -153,9 +155,9 @@ def code_in_use() -> list[Any]:
     """Return what a count depends on except for the model and the options: versions of libraries,
     installed packages with kernels, and a digest of this package's sources. A cached count is used
     only if all are unchanged."""
-    packages = sorted({LIGER, *(kernel.package for kernel in KERNELS)})
-    versions = dict.fromkeys(VERSIONS, "")
-    for package in VERSIONS:
+    packages = sorted({LIGER, *(kernel.package for kernel in MIXER_KERNELS)})
+    versions = dict.fromkeys(VERSIONED_PACKAGES, "")
+    for package in VERSIONED_PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
     installed = [name for name in packages if is_installed(name)]
@@ -163,10 +165,10 @@ def code_in_use() -> list[Any]:
 
 
 def read_file(file: Path, restore: Callable[[dict[str, Any]], T]) -> T | None:
-    """Return the content of a file of `write`; None if there is no such file.
+    """Return the content of a file of `write_file`; None if there is no such file.
 
-    The result is also None if the file cannot be read, or if its content is not what `write` wrote.
-    One line in the log then names the file and the reason.
+    The result is also None if the file cannot be read, or if its content is not what `write_file`
+    wrote. One line in the log then names the file and the reason.
 
     Args:
         file: path of the file.
@@ -174,7 +176,7 @@ def read_file(file: Path, restore: Callable[[dict[str, Any]], T]) -> T | None:
     """
     try:
         entries = json.loads(file.read_text("utf-8"))
-        if entries.pop(DIGEST) != _digest(entries):
+        if entries.pop(DIGEST_ENTRY) != _digest(entries):
             raise ValueError("its content was changed")
         return restore(entries)
     except (FileNotFoundError, NotADirectoryError):
@@ -189,7 +191,7 @@ def _digest(entries: Any) -> str:
     return hashlib.sha256(json.dumps(entries).encode()).hexdigest()
 
 
-def write(file: Path, data: dict[str, Any]) -> None:
+def write_file(file: Path, data: dict[str, Any]) -> None:
     """Write data as a JSON file, with a digest by which `read_file` detects a damaged file. Other
     processes see the complete file or none, because they may read or write the same file.
 
@@ -204,7 +206,7 @@ def write(file: Path, data: dict[str, Any]) -> None:
     with tempfile.NamedTemporaryFile(
         "w", dir=file.parent, delete=False, encoding="utf-8"
     ) as stream:
-        stream.write(json.dumps({**data, DIGEST: _digest(data)}))
+        stream.write(json.dumps({**data, DIGEST_ENTRY: _digest(data)}))
     try:
         Path(stream.name).replace(file)
     except OSError:
@@ -216,6 +218,6 @@ def _source() -> str:
     """Return a digest of this package's source code, by which outdated cached counts are
     recognized."""
     source_hash = hashlib.sha256()
-    for path in sorted(PACKAGE.rglob("*.py")):
-        source_hash.update(path.relative_to(PACKAGE).as_posix().encode() + path.read_bytes())
+    for path in sorted(PACKAGE_FOLDER.rglob("*.py")):
+        source_hash.update(path.relative_to(PACKAGE_FOLDER).as_posix().encode() + path.read_bytes())
     return source_hash.hexdigest()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from streambp.errors import StreamBPError
 
-NAME = "streambp_launch.pth"
+PTH_FILE = "streambp_launch.pth"
 
 
 def install_hook(folder: Path | None = None) -> Path:
@@ -20,7 +20,7 @@ def install_hook(folder: Path | None = None) -> Path:
     Raises:
         StreamBPError: the file cannot be written.
     """
-    file = Path(folder or sysconfig.get_path("purelib"), NAME)
+    file = Path(folder or sysconfig.get_path("purelib"), PTH_FILE)
     # Python runs this line at each start. Without STREAMBP_LAUNCH it only reads the environment.
     loader = str(Path(__file__).parent / "site" / "sitecustomize.py")
     names = f"{{'__name__': 'streambp_launch', '__file__': {loader!r}}}"
@@ -42,7 +42,7 @@ def remove(folder: Path | None = None) -> Path | None:
     Raises:
         StreamBPError: the file cannot be removed.
     """
-    file = Path(folder or sysconfig.get_path("purelib"), NAME)
+    file = Path(folder or sysconfig.get_path("purelib"), PTH_FILE)
     try:
         file.unlink()
     except FileNotFoundError:

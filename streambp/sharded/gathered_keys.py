@@ -17,24 +17,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from streambp.chunks import Chunk, ChunkPlan
-from streambp.device import counted_bytes, memory_limit, tells_memory
+from streambp.device import allocator_bytes, memory_limit, reports_memory
 from streambp.errors import StreamBPError
 from streambp.known_names import GATHER, REDUCE_SCATTER
 from streambp.sharded.shards import ChunkShard, KeyGroup, Keys, Shards
 
 # an eighth of the memory that is free at the start of forward: for K, V and their gradients
-MAX_SHARE_OF_FREE_MEMORY = 8
-ROOM = 2**30  # bytes for K, V and their gradients on a device without a known limit
+FREE_MEMORY_DIVISOR = 8
+DEFAULT_KEY_BYTES = 2**30  # bytes for K, V and their gradients on a device without a known limit
 
 
-def room_for_keys(device: torch.device) -> int:
+def key_memory_bytes(device: torch.device) -> int:
     """Return the bytes of device memory that this rank can spend on gathered K and V and their
     gradients. The ranks take the minimum, which limits the number of heads in a group."""
-    if not tells_memory(device):
-        return ROOM
-    return (
-        int(memory_limit(device) - counted_bytes(device, "allocated")) // MAX_SHARE_OF_FREE_MEMORY
-    )
+    if not reports_memory(device):
+        return DEFAULT_KEY_BYTES
+    return int(memory_limit(device) - allocator_bytes(device, "allocated")) // FREE_MEMORY_DIVISOR
 
 
 def collective(names: tuple[str, ...]) -> Callable[..., Any]:
@@ -105,7 +103,7 @@ class GatheredShards(Shards):
         """Return attention sinks [H] unchanged: every rank has all heads."""
         return sinks
 
-    def in_order(self, x: Tensor) -> Tensor:
+    def to_sequence_order(self, x: Tensor) -> Tensor:
         """Return the gathered parts of P ranks, [P, B, T / P, ...], in the order of the sequence:
         [B, T, ...]."""
         parts = x.transpose(0, 1)  # [B, P, T / P, ...]
@@ -118,9 +116,9 @@ class GatheredShards(Shards):
             .flatten(1, 2)
         )
 
-    def by_rank(self, x: Tensor) -> Tensor:
+    def to_rank_parts(self, x: Tensor) -> Tensor:
         """Return the part of each of P ranks, [P, B, T / P, ...], from full sequences [B, T, ...],
-        as the input of a reduce-scatter. This is the inverse of `in_order`."""
+        as the input of a reduce-scatter. This is the inverse of `to_sequence_order`."""
         if self.balanced:
             inverse = self._order(x.device).argsort()
             x = x.unflatten(1, (2 * self.size, -1)).index_select(1, inverse).flatten(1, 2)
@@ -183,7 +181,7 @@ class GatheredShards(Shards):
         """
         gradients: list[Tensor] = []
         while sums:
-            sent = self.by_rank(sums.pop(0))
+            sent = self.to_rank_parts(sums.pop(0))
             shard = torch.empty_like(sent[0])
             collective(REDUCE_SCATTER)(shard.view(-1), sent.view(-1), group=self.group)
             gradients.append(shard.to(dtype).transpose(1, 2))
@@ -219,7 +217,7 @@ class GatheredKeys(Keys):
         self.local_kv = (k, v)
         self.readers = heads // k.shape[1]
         self.size = max(
-            1, min(k.shape[1], shards.headroom // bytes_of_a_head(k, v, shards.whole_length))
+            1, min(k.shape[1], shards.headroom // bytes_of_a_head(k, v, shards.full_length))
         )
         self.reused_group: KeyGroup | None = None
         self.coming = self._start(0)
@@ -243,10 +241,10 @@ class GatheredKeys(Keys):
             if first + self.size < heads:
                 self.coming = self._start(first + self.size)
             elif first == 0 and not last:
-                self.reused_group = self._arrived(coming, first)
+                self.reused_group = self._wait_for(coming, first)
                 yield self.reused_group
                 return
-            yield self._arrived(coming, first)
+            yield self._wait_for(coming, first)
 
     def _start(self, first: int) -> list[tuple[Any, Tensor, Tensor]]:
         """Start to gather K and V of some heads.
@@ -268,7 +266,7 @@ class GatheredKeys(Keys):
             transfers.append((work, everyones, shard))
         return transfers
 
-    def _arrived(self, coming: list[tuple[Any, Tensor, Tensor]], first: int) -> KeyGroup:
+    def _wait_for(self, coming: list[tuple[Any, Tensor, Tensor]], first: int) -> KeyGroup:
         """Wait until K and V of some heads are gathered, and return them in the order of the
         sequence.
 
@@ -280,6 +278,6 @@ class GatheredKeys(Keys):
         while coming:
             work, everyones, _ = coming.pop(0)
             work.wait()
-            keys_and_values.append(self.shards.in_order(everyones).contiguous())
+            keys_and_values.append(self.shards.to_sequence_order(everyones).contiguous())
         heads = slice(first * self.readers, (first + self.size) * self.readers)
         return KeyGroup(heads, *keys_and_values)

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from streambp.errors import BackwardError, UnsharedError
 from streambp.head.token_positions import LatePadding
-from streambp.lazy.deferred import LazyHidden
-from streambp.prefixes.tree import Tree
+from streambp.lazy.lazy_hidden import LazyHidden
+from streambp.prefixes.tree import PrefixTree
 
 
-class Spread(torch.autograd.Function):
+class TokenCopies(torch.autograd.Function):
     """Autograd Function that copies values x [N, ...] of a packed row's tokens to all rows that
     have these tokens: [B, T, ...]. Backward sums the gradients of the copies.
 
@@ -28,7 +28,7 @@ class Spread(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, tree: Tree) -> Tensor:
+    def forward(ctx: Any, x: Tensor, tree: PrefixTree) -> Tensor:
         """Return a new tensor [B, T, ...] with the values of x [N, ...].
 
         Args:
@@ -36,12 +36,12 @@ class Spread(torch.autograd.Function):
             tree: the packed row.
         """
         ctx.tree = tree
-        spread = x.new_empty(len(tree.rows), tree.width, *x.shape[1:])
-        for row, columns, positions in _places(tree):
-            spread[row, columns] = x[positions]
+        spread_output = x.new_empty(len(tree.rows), tree.width, *x.shape[1:])
+        for row, columns, positions in _row_pieces(tree):
+            spread_output[row, columns] = x[positions]
         for row, start, stop in tree.padding():
-            spread[row, start:stop] = x[0]
-        return spread
+            spread_output[row, start:stop] = x[0]
+        return spread_output
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -51,16 +51,16 @@ class Spread(torch.autograd.Function):
         Raises:
             BackwardError: a gradient arrives at padding, which was not computed.
         """
-        tree: Tree = ctx.tree
+        tree: PrefixTree = ctx.tree
         wide = torch.promote_types(grad.dtype, torch.float32)
         total = grad.new_zeros(tree.length, *grad.shape[2:], dtype=wide)
-        for row, columns, positions in _places(tree):
+        for row, columns, positions in _row_pieces(tree):
             total[positions] += grad[row, columns]
         refuse(*(grad[row, start:stop] for row, start, stop in tree.padding()))
         return total.to(grad.dtype), None
 
 
-class Behind(torch.autograd.Function):
+class PaddingRow(torch.autograd.Function):
     """Autograd Function that appends one row to hidden states x [N, h], to stand for all padding
     tokens. The row is a copy of the first row of x. Lazy hidden states of the batch refer to rows
     by index, and their padding needs a row.
@@ -85,7 +85,7 @@ class Behind(torch.autograd.Function):
         return grad[:-1]
 
 
-def _at_places(x: LazyHidden, tree: Tree) -> LazyHidden:
+def _copy_lazy_rows(x: LazyHidden, tree: PrefixTree) -> LazyHidden:
     """Return the packed row's lazy hidden states [N, h] as lazy hidden states [B, T, h] of the
     batch's rows. Each token of the batch refers to a token of the packed row, and all padding to
     one additional row.
@@ -103,7 +103,7 @@ def _at_places(x: LazyHidden, tree: Tree) -> LazyHidden:
             f"the final norm is one of {list(x.shape)} for a packed row of {tree.length} tokens"
         )
     if any(True for _ in tree.padding()):
-        source = Behind.apply(source)
+        source = PaddingRow.apply(source)
     return LazyHidden.make(
         source,
         dataclasses.replace(x.recipe, token_positions=tree.token_positions(source.device)),
@@ -111,7 +111,7 @@ def _at_places(x: LazyHidden, tree: Tree) -> LazyHidden:
     )
 
 
-def with_late_padding(x: LazyHidden, tree: Tree, compute: Callable[[bool], Tensor]) -> LazyHidden:
+def defer_padding(x: LazyHidden, tree: PrefixTree, compute: Callable[[bool], Tensor]) -> LazyHidden:
     """Return the packed row's lazy hidden states [N, h] as lazy hidden states [B, T, h] of the
     batch's rows. If the program reads values at padding, another forward computes all rows.
     [Note: padding that is read]
@@ -144,13 +144,13 @@ def with_late_padding(x: LazyHidden, tree: Tree, compute: Callable[[bool], Tenso
     )
 
 
-def _places(tree: Tree) -> Iterator[tuple[int, slice, slice]]:
+def _row_pieces(tree: PrefixTree) -> Iterator[tuple[int, slice, slice]]:
     """Yield (row index, columns, positions) for each piece of a row whose tokens are consecutive in
     the packed row too. `columns` is a slice of the batch's row, and `positions` a slice of the
     packed row."""
     for index, row in enumerate(tree.rows):
         for span in row.packed_spans:
-            start = row.column + span.at
+            start = row.column + span.row_start
             yield (
                 index,
                 slice(start, start + span.stop - span.start),
@@ -177,7 +177,9 @@ def refuse(*parts: Tensor) -> None:
         )
 
 
-def spread(x: Tensor, tree: Tree, compute_rows: Callable[[bool], Tensor] | None = None) -> Tensor:
+def spread_output(
+    x: Tensor, tree: PrefixTree, compute_rows: Callable[[bool], Tensor] | None = None
+) -> Tensor:
     """Return an output x of the model for the packed row as an output for the batch's rows. [1, N,
     ...] becomes [B, T, ...], and [N, ...] becomes [B * T, ...], in x's dtype.
 
@@ -192,29 +194,29 @@ def spread(x: Tensor, tree: Tree, compute_rows: Callable[[bool], Tensor] | None 
     """
     if isinstance(x, LazyHidden):
         if x.materialized_tensor is not None:
-            return spread(x.materialized_tensor, tree)
+            return spread_output(x.materialized_tensor, tree)
         if compute_rows is None:
-            return _at_places(x, tree)
-        return with_late_padding(x, tree, compute_rows)
+            return _copy_lazy_rows(x, tree)
+        return defer_padding(x, tree, compute_rows)
     if x.dim() > 1 and tuple(x.shape[:2]) == (1, tree.length):
-        rows: Tensor = Spread.apply(x[0], tree)
+        rows: Tensor = TokenCopies.apply(x[0], tree)
         return rows
     if x.dim() > 1 and x.shape[0] == tree.length:
-        flat: Tensor = Spread.apply(x, tree)
+        flat: Tensor = TokenCopies.apply(x, tree)
         return flat.flatten(0, 1)
     raise UnsharedError(
         f"the model returns a tensor {list(x.shape)} for a packed row of {tree.length} tokens"
     )
 
 
-def spread_all(
+def spread_outputs(
     output: Any,
-    tree: Tree,
+    tree: PrefixTree,
     results: dict[int, Tensor] | None = None,
     compute_rows: Callable[[bool], Tensor] | None = None,
 ) -> Any:
     """Return a model's output for the packed row as an output for the batch's rows. The function
-    `spread` is applied to every tensor in the output, once to a tensor that occurs twice.
+    `spread_output` is applied to every tensor in the output, once to a tensor that occurs twice.
 
     Args:
         output: a tensor [1, N, ...] or [N, ...], or such tensors in tuples, lists and dicts.
@@ -229,12 +231,12 @@ def spread_all(
     results = {} if results is None else results
     if isinstance(output, Tensor):
         if id(output) not in results:
-            results[id(output)] = spread(output, tree, compute_rows)
+            results[id(output)] = spread_output(output, tree, compute_rows)
         return results[id(output)]
     if isinstance(output, Mapping):
         return type(output)(
-            **{name: spread_all(x, tree, results, compute_rows) for name, x in output.items()}
+            **{name: spread_outputs(x, tree, results, compute_rows) for name, x in output.items()}
         )
     if isinstance(output, tuple | list):
-        return type(output)(spread_all(value, tree, results, compute_rows) for value in output)
+        return type(output)(spread_outputs(value, tree, results, compute_rows) for value in output)
     return output

@@ -23,9 +23,11 @@ from typing import Any
 
 from streambp.offload.costs import Candidate
 
-INPUT = "x"  # name of a layer's input
-PRICES = 12  # prices of a room that are tried; of more prices, every n-th by size
-SETS = 10  # tensors of a layer of which every set is tried; of more tensors, the largest first
+INPUT_NAME = "x"  # name of a layer's input
+MAX_PRICES = 12  # prices of a room that are tried; of more prices, every n-th by size
+MAX_COMBINED_TENSORS = (
+    10  # tensors of a layer of which every set is tried; of more tensors, the largest first
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,8 +54,8 @@ class Placement:
 
     Attributes:
         saved: tensors that each layer saves beside its input, by the layer's index.
-        staying: names of the tensors that stay on the device, by the layer's index. `INPUT` is the
-            layer's input.
+        staying: names of the tensors that stay on the device, by the layer's index. `INPUT_NAME` is
+            the layer's input.
         leaving: bytes that leave for the host, by name.
         on_device: bytes that stay on the device.
         sizes: bytes of each layer's input, by the layer's index.
@@ -65,7 +67,7 @@ class Placement:
     on_device: float = 0.0
     sizes: Mapping[int, float] = dataclasses.field(default_factory=dict)
 
-    def copied(self) -> Placement:
+    def copy(self) -> Placement:
         """Return a copy whose places can be changed."""
         staying = {index: set(names) for index, names in self.staying.items()}
         saved = {index: list(candidates) for index, candidates in self.saved.items()}
@@ -76,21 +78,21 @@ class Placement:
         """Return the bytes of all layers' inputs."""
         return sum(self.sizes.values())
 
-    def stays(self, index: int) -> float:
+    def staying_bytes(self, index: int) -> float:
         """Return the bytes of a layer's tensors that stay on the device.
 
         Args:
             index: the layer's index.
         """
         names = self.staying.get(index, set())
-        size = self.sizes.get(index, 0.0) if INPUT in names else 0.0
+        size = self.sizes.get(index, 0.0) if INPUT_NAME in names else 0.0
         return size + sum(
             candidate.bytes for candidate in self.saved.get(index, ()) if candidate.name in names
         )
 
-    def let_leave(self, indices: Iterable[int], size: float) -> float:
-        """Remove tensors from the device until at least `size` bytes are free, and return the bytes.
-        Inputs leave for the host; other tensors that stay are not saved.
+    def free_device(self, indices: Iterable[int], size: float) -> float:
+        """Remove tensors from the device until at least `size` bytes are free, and return the
+        bytes. Inputs leave for the host; other tensors that stay are not saved.
 
         Args:
             indices: indices of the layers, in the order in which their tensors are taken.
@@ -100,7 +102,7 @@ class Placement:
         for index in indices:
             if freed >= size:
                 break
-            freed += self.stays(index)
+            freed += self.staying_bytes(index)
             names = self.staying.pop(index, set())
             remaining = [
                 candidate for candidate in self.saved.get(index, []) if candidate.name not in names
@@ -134,21 +136,21 @@ def choose_placement(
     worths = {0.0}
     for layer_candidates in candidates.values():
         worths |= {candidate.flops_per_byte for candidate in layer_candidates}
-    prices = sorted(worths)[:: 1 + len(worths) // PRICES]
-    choice = _Choice(inputs, candidates, headroom)
-    best = choice.at_prices(0.0, 0.0)
+    prices = sorted(worths)[:: 1 + len(worths) // MAX_PRICES]
+    choice = _PlacementSearch(inputs, candidates, headroom)
+    best = choice.choose_at_prices(0.0, 0.0)
     for on_device, on_host in itertools.product(prices, repeat=2):
-        placement = choice.at_prices(on_device, on_host)
+        placement = choice.choose_at_prices(on_device, on_host)
         if placement.spared > best.spared:
             best = placement
     _use_rest_of_device(best, inputs, headroom.device)
     return best
 
 
-class _Choice:
-    """Chooses places for the same tensors at different prices: `at_prices` is called once for each
-    pair of prices. A price is the FLOPs that a byte of the device or of the host would spare if it
-    held another tensor.
+class _PlacementSearch:
+    """Chooses places for the same tensors at different prices: `choose_at_prices` is called once
+    for each pair of prices. A price is the FLOPs that a byte of the device or of the host would
+    spare if it held another tensor.
 
     Args:
         inputs: bytes of each layer's input, by the layer's index.
@@ -167,7 +169,7 @@ class _Choice:
         self.headroom = headroom
         self._sets: dict[tuple[Any, ...], tuple[int, ...]] = {}  # layers are alike
 
-    def at_prices(self, on_device: float, on_host: float) -> Placement:
+    def choose_at_prices(self, on_device: float, on_host: float) -> Placement:
         """Return the saved tensors and their places if a byte has these prices, in FLOPs that the
         byte would spare if it held another tensor.
 
@@ -185,11 +187,11 @@ class _Choice:
             placement.saved[index] = []
             placement.staying[index] = set()
             if size > host:
-                placement.staying[index].add(INPUT)
+                placement.staying[index].add(INPUT_NAME)
                 placement.on_device += size
                 size = 0.0
             sizes[index] = size
-            placement.leaving[INPUT] = placement.leaving.get(INPUT, 0.0) + size
+            placement.leaving[INPUT_NAME] = placement.leaving.get(INPUT_NAME, 0.0) + size
             host -= size
         for min_flops in (on_host, 0.0):
             for index, size in sizes.items():
@@ -201,7 +203,7 @@ class _Choice:
                     )
                     if can_leave and candidate not in placement.saved[index]:
                         movable_candidates.append(candidate)
-                for candidate in self._leaving(
+                for candidate in self._choose_leaving(
                     movable_candidates, min(headroom.link - size, host), on_device
                 ):
                     placement.saved[index].append(candidate)
@@ -222,7 +224,7 @@ class _Choice:
                 placement.on_device += candidate.bytes
         return placement
 
-    def _leaving(
+    def _choose_leaving(
         self, candidates: list[Candidate], headroom: float, price: float
     ) -> list[Candidate]:
         """Return the tensors of one layer that are copied to the host: those that spare the most
@@ -234,7 +236,7 @@ class _Choice:
             price: FLOPs that a byte of the device would spare otherwise; a larger worth of a tensor
                 counts as this price.
         """
-        if len(candidates) > SETS:
+        if len(candidates) > MAX_COMBINED_TENSORS:
             choice = []
             for candidate in sorted(
                 candidates,
@@ -289,7 +291,7 @@ def _use_rest_of_device(placement: Placement, inputs: Mapping[int, float], headr
         headroom: bytes of the device for saved tensors.
     """
     for index in sorted(inputs, reverse=True):
-        sizes = {INPUT: inputs[index]}
+        sizes = {INPUT_NAME: inputs[index]}
         for candidate in placement.saved[index]:
             sizes[candidate.name] = candidate.bytes
         for name, size in sizes.items():

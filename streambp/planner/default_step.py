@@ -7,22 +7,27 @@ import dataclasses
 from collections.abc import Mapping
 
 from streambp.model import unpatched
-from streambp.model.record import KEPT_GRAPH, STREAMED, UNPATCHED, Saved
-from streambp.offload.costs import GRAPH, Candidate, Chosen, Figures
+from streambp.model.record import (
+    OUTCOME_KEPT_GRAPH,
+    OUTCOME_STREAMED,
+    OUTCOME_UNPATCHED,
+    SavedTensors,
+)
+from streambp.offload.costs import GRAPH, Candidate, SavesChoice, StepFigures
+from streambp.offload.host_choice import HostChoice, MovingStep
 from streambp.offload.manager import OffloadManager
-from streambp.offload.moving import HostChoice, MovingStep
 from streambp.offload.policy import SavesPolicy
-from streambp.planner.auto import StepNeed, host_figures, seconds_of, waiting
+from streambp.planner.auto import StepNeed, host_figures, last_waiting_layer, seconds_of
 from streambp.planner.layer_costs import PLAN_DEVICE, costs_from_json
-from streambp.planner.profile import Profile, Setting, peak, static
+from streambp.planner.profile import Profile, Setting, bytes_between_steps, peak
 from streambp.planner.seconds import seconds
-from streambp.planner.survey import STREAMED as METHODS
-from streambp.planner.survey import UNPATCHED_RECIPE, streamed
+from streambp.planner.survey import STREAMED_RECIPES as METHODS
+from streambp.planner.survey import UNPATCHED_RECIPE, streamed_recipe
 from streambp.rates import Rates
 
 
 @dataclasses.dataclass(frozen=True)
-class ByDefault:
+class DefaultStep:
     """Prediction for a step of `patch(model)`, which uses the default `StreamConfig()`.
 
     Attributes:
@@ -39,21 +44,21 @@ class ByDefault:
     way: str
     chunk_size: int
     fits: bool
-    saved: tuple[Saved, ...]
+    saved: tuple[SavedTensors, ...]
     peak: float
     seconds: float
     leaving: float = 0.0
     on_device: float = 0.0
 
 
-def by_default(
+def predict_default_step(
     profile: Profile,
     seq_len: int,
     usable: float,
     setting: Setting,
     rates: Rates,
     host: float = 0.0,
-) -> ByDefault | None:
+) -> DefaultStep | None:
     """Return the prediction for a step of `patch(model)` without settings, with rows of `seq_len`
     positions, after the steps that pay for pinned host memory. [Note: host by seconds]
 
@@ -74,13 +79,13 @@ def by_default(
     setting = dataclasses.replace(setting, on_host=None)  # by default weights stay on the device
     method = profile.method(METHODS[0].name)
     rows = profile.batch_size
-    between_steps = static(profile, setting)
+    between_steps = bytes_between_steps(profile, setting)
     present = 1.0 if setting.accumulate else 0.0
     free = (
         usable - between_steps.weights - between_steps.optimizer - present * between_steps.gradients
     )
     spent_by = seconds_of(method, rates, rows)
-    figures = Figures(
+    figures = StepFigures(
         StepNeed(method, rows=rows),
         costs_from_json(profile.saves),
         spent_by,
@@ -91,12 +96,12 @@ def by_default(
     policy = SavesPolicy(
         profile.layers, lambda _: free, lambda _: (figures, present), True, True, host=on_host
     )
-    policy.begins(PLAN_DEVICE)
+    policy.begin_forward(PLAN_DEVICE)
     tokens = rows * seq_len
     size = policy.size(rows, seq_len, PLAN_DEVICE)
     if size >= seq_len and profile.saves["plain"]:  # [Note: micro-batches as unpatched]
         heads = [0] * profile.layers  # fused attention kernels save no scores
-        kept_plain = unpatched.kept_unpatched(
+        kept_plain = unpatched.unpatched_saved_bytes(
             policy, tokens, seq_len, PLAN_DEVICE, heads, profile.saves["vocabulary"]
         )
         plain = next(
@@ -109,23 +114,25 @@ def by_default(
         ):
             unpatched_seconds = seconds(plain, seq_len, seq_len, rates)
             unpatched_peak = peak(profile, plain, seq_len, seq_len, setting)
-            return ByDefault(
-                UNPATCHED, size, True, (), unpatched_peak.total, unpatched_seconds.total
+            return DefaultStep(
+                OUTCOME_UNPATCHED, size, True, (), unpatched_peak.total, unpatched_seconds.total
             )
     if policy.moving is not None:
-        return _moving(policy.moving, rows, usable)
-    fits, plan, spent = policy.predicted(free, tokens, rows * size, PLAN_DEVICE, seq_len)
-    choice = Chosen(tokens, seq_len, size, free, plan)
-    saved = tuple(Saved(name, choice.layers[name], count) for name, count in choice.bytes.items())
+        return _moving_step(policy.moving, rows, usable)
+    fits, plan, spent = policy.predict(free, tokens, rows * size, PLAN_DEVICE, seq_len)
+    choice = SavesChoice(tokens, seq_len, size, free, plan)
+    saved = tuple(
+        SavedTensors(name, choice.layers[name], count) for name, count in choice.bytes.items()
+    )
     if choice.layers.get(GRAPH) == profile.layers:
-        way = KEPT_GRAPH
+        way = OUTCOME_KEPT_GRAPH
     else:
-        way = STREAMED
+        way = OUTCOME_STREAMED
     phases = peak(profile, method, seq_len, size, setting).phases
-    return ByDefault(way, size, fits, saved, _with_saves(phases, plan), spent)
+    return DefaultStep(way, size, fits, saved, _peak_with_saves(phases, plan), spent)
 
 
-def _with_saves(phases: Mapping[str, float], plan: Mapping[int, list[Candidate]]) -> float:
+def _peak_with_saves(phases: Mapping[str, float], plan: Mapping[int, list[Candidate]]) -> float:
     """Return the largest number of bytes on the device in the phases of a step.
 
     Args:
@@ -135,14 +142,14 @@ def _with_saves(phases: Mapping[str, float], plan: Mapping[int, list[Candidate]]
     largest = 0.0
     for name, total in phases.items():
         for index, candidates in plan.items():
-            if index <= waiting(name):
+            if index <= last_waiting_layer(name):
                 total += sum(candidate.bytes for candidate in candidates)
         largest = max(largest, total)
     return largest
 
 
 def _host_choice(
-    profile: Profile, figures: Figures, rates: Rates, host: float
+    profile: Profile, figures: StepFigures, rates: Rates, host: float
 ) -> HostChoice | None:
     """Return the object that decides if a planned step moves saved tensors to the host; None if
     steps with tensors on the host were not counted, or the host has no room.
@@ -153,7 +160,7 @@ def _host_choice(
         rates: the device's speeds (FLOP/s, bytes/s).
         host: bytes of host memory for saved tensors.
     """
-    name = streamed((), "cpu").name
+    name = streamed_recipe((), "cpu").name
     offload_methods = [method for method in profile.methods if method.name == name]
     if not offload_methods or host <= 0:
         return None
@@ -180,7 +187,7 @@ class _HostMemory(OffloadManager):
         return self.headroom
 
 
-def _moving(step: MovingStep, rows: int, usable: float) -> ByDefault:
+def _moving_step(step: MovingStep, rows: int, usable: float) -> DefaultStep:
     """Return the prediction for a step that moves saved tensors to the host.
 
     Args:
@@ -189,10 +196,14 @@ def _moving(step: MovingStep, rows: int, usable: float) -> ByDefault:
         usable: bytes of the device that a program can use.
     """
     shape = step.shape
-    choice = Chosen(*shape, step.headroom, step.placement.saved)
-    saved = tuple(Saved(name, choice.layers[name], count) for name, count in choice.bytes.items())
+    choice = SavesChoice(*shape, step.headroom, step.placement.saved)
+    saved = tuple(
+        SavedTensors(name, choice.layers[name], count) for name, count in choice.bytes.items()
+    )
     copies = step.in_flight * min(1.0, step.leaving / (step.pace.forward * step.pace.link))
     on_device = step.placement.on_device
     used_bytes = usable - step.free_bytes + copies + on_device
     size = max(1, shape.chunk // rows)
-    return ByDefault(STREAMED, size, True, saved, used_bytes, step.seconds, step.leaving, on_device)
+    return DefaultStep(
+        OUTCOME_STREAMED, size, True, saved, used_bytes, step.seconds, step.leaving, on_device
+    )

@@ -23,12 +23,12 @@ import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor, nn
 
 from streambp.known_names import BITSANDBYTES, QUANT_STATE
-from streambp.tensors import unviewed
+from streambp.tensors import strip_view
 
 FORWARD = "forward"  # name of a module's attribute, and of a direction
 
 
-class Multiplied(torch.autograd.Function):
+class FrozenLinearFunction(torch.autograd.Function):
     """Autograd function of a Linear with a frozen weight [out, in]: x [..., in] -> [..., out].
     Backward computes the gradient of x alone."""
 
@@ -36,7 +36,7 @@ class Multiplied(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return x [..., in] @ weight [out, in]^T + bias [out]."""
         ctx.weight = weight
-        return unviewed(F.linear(x, weight, bias))
+        return strip_view(F.linear(x, weight, bias))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
@@ -66,8 +66,8 @@ class DecodedLinear:
             result = type(module).forward(module, x)
             return result
         if self.weight is None:
-            self.weight = _decoded(module)
-        result = Multiplied.apply(x.to(module.compute_dtype), self.weight, module.bias)  # type: ignore[no-untyped-call]
+            self.weight = _decode_weight(module)
+        result = FrozenLinearFunction.apply(x.to(module.compute_dtype), self.weight, module.bias)  # type: ignore[no-untyped-call]
         return result.to(x.dtype)
 
     def decodes(self, x: Tensor) -> bool:
@@ -90,7 +90,7 @@ class DecodedLinear:
         return plain and decodes and not cast and bool(x.numel())
 
 
-def _decoded(module: Any) -> Tensor:
+def _decode_weight(module: Any) -> Tensor:
     """Return the dequantized weight [out, in] of a bitsandbytes Linear."""
     from bitsandbytes.functional import dequantize_4bit
 
@@ -133,9 +133,9 @@ def decoded_weight(module: Any) -> Tensor:
         return module.decoded()
     stands = vars(module).get(FORWARD)
     if not isinstance(stands, DecodedLinear):
-        return _decoded(module)
+        return _decode_weight(module)
     if stands.weight is None:
-        stands.weight = _decoded(module)
+        stands.weight = _decode_weight(module)
     return stands.weight
 
 

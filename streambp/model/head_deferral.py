@@ -25,11 +25,11 @@ from streambp.admission.third_party import foreign_parts
 from streambp.foreign import package_of
 from streambp.head.recipe import HeadRequest, LogitsExpression
 from streambp.instance_forward import InstanceForward, has_backward_hooks, is_fsdp_unit
-from streambp.known_names import ENGINES, FORWARD_HOOKS
-from streambp.lazy.deferred import LazyHidden
+from streambp.known_names import ENGINE_PACKAGES, FORWARD_HOOKS
+from streambp.lazy.lazy_hidden import LazyHidden
 
 # allowed classes of torch; peft's wrappers contain the last
-TORCHS = (nn.LayerNorm, nn.RMSNorm, nn.ModuleDict)
+DEFERRABLE_CLASSES = (nn.LayerNorm, nn.RMSNorm, nn.ModuleDict)
 
 
 def can_be_deferred(norm: nn.Module) -> bool:
@@ -48,7 +48,7 @@ def can_be_deferred(norm: nn.Module) -> bool:
     hooked = any(getattr(module, name) for module in inner for name in FORWARD_HOOKS)
     kinds = {type(module) for module in norm.modules()}
     return not hooked and all(
-        kind in TORCHS or kind.__module__.partition(".")[0] != "torch" for kind in kinds
+        kind in DEFERRABLE_CLASSES or kind.__module__.partition(".")[0] != "torch" for kind in kinds
     )
 
 
@@ -86,8 +86,8 @@ class DeferredForward(InstanceForward):
         try:
             result: Tensor = (
                 self.original(hidden_states)
-                if not self._engines
-                else self._projected(hidden_states)
+                if not self._runs_engine_linear
+                else self._project(hidden_states)
             )
         finally:
             self.request.projecting = False
@@ -100,17 +100,17 @@ class DeferredForward(InstanceForward):
         return result
 
     @property
-    def _engines(self) -> bool:
+    def _runs_engine_linear(self) -> bool:
         """True if DeepSpeed has replaced torch's `F.linear` and the output projection runs
-        `nn.Linear`'s forward. `_projected` then runs instead of that forward.
+        `nn.Linear`'s forward. `_project` then runs instead of that forward.
 
         DeepSpeed's function computes the same, and stays in place once the process has created a
         ZeRO-3 engine.
         """
         plain = type(self.module).forward is nn.Linear.forward and self.previous is None
-        return plain and package_of(nn.functional.linear) in ENGINES
+        return plain and package_of(nn.functional.linear) in ENGINE_PACKAGES
 
-    def _projected(self, hidden_states: LazyHidden) -> Tensor:
+    def _project(self, hidden_states: LazyHidden) -> Tensor:
         """Return a placeholder for the logits [..., V] of hidden_states [..., h], which are
         computed later from the module's weight and bias."""
         result: Any = NotImplemented
@@ -148,13 +148,13 @@ class HeldHead(nn.Module):
         """Return a placeholder for the logits [..., V] of hidden_states [..., h], which are
         computed later from a copy of the projection's weight and bias."""
         head: Any = self._head[0]
-        loan = Lent()
+        loan = WeightLoan()
 
         def forward(hidden_states: Tensor) -> Tensor:
             weights: list[Any] = [x for x in (head.weight, head.bias) if x is not None]
             loan.copies = [x.detach().clone() for x in weights]
             loan.trained = [x.requires_grad for x in weights]
-            result: Tensor = Lending.apply(loan, hidden_states, *weights)  # type: ignore[no-untyped-call]
+            result: Tensor = LendWeights.apply(loan, hidden_states, *weights)  # type: ignore[no-untyped-call]
             return result
 
         instance_forward = head.__dict__.get("forward")
@@ -165,7 +165,7 @@ class HeldHead(nn.Module):
             del head.__dict__["forward"]
             if instance_forward is not None:
                 head.forward = instance_forward
-        hidden_states, weight, *bias = Borrowed.apply(loan, head_input)  # type: ignore[no-untyped-call]
+        hidden_states, weight, *bias = BorrowWeights.apply(loan, head_input)  # type: ignore[no-untyped-call]
         return LazyHidden.make(
             hidden_states,
             LogitsExpression(self.request, weight=weight, bias=next(iter(bias), None), logits=True),
@@ -173,7 +173,7 @@ class HeldHead(nn.Module):
 
 
 @contextlib.contextmanager
-def own_heads(model: nn.Module) -> Iterator[None]:
+def restore_heads(model: nn.Module) -> Iterator[None]:
     """Context manager in which a model has its own output projections in the places of `HeldHead`,
     for code that copies or describes the model while a call is in progress.
 
@@ -191,14 +191,14 @@ def own_heads(model: nn.Module) -> Iterator[None]:
 
 
 @dataclasses.dataclass
-class Lent:
+class WeightLoan:
     """Copies of a sharded output projection's weight and bias for one forward, and their gradients.
 
     Attributes:
         copies: the weight [V, h], and the bias [V] if the projection has a bias.
         trained: True for each copy whose original requires a gradient.
-        grads: the gradient of each copy. `Borrowed` sets the gradients in backward, and `Lending`
-            returns them.
+        grads: the gradient of each copy. `BorrowWeights` sets the gradients in backward, and
+            `LendWeights` returns them.
     """
 
     copies: list[Tensor] = dataclasses.field(default_factory=list)
@@ -206,17 +206,17 @@ class Lent:
     grads: tuple[Tensor | None, ...] = ()
 
 
-class Lending(torch.autograd.Function):
+class LendWeights(torch.autograd.Function):
     """Autograd function inside of a sharded output projection: returns hidden_states [..., h]
     unchanged. Backward gives the projection's weight [V, h] and bias [V] the gradients of their
     copies.
 
     hidden_states is the only output, because engines such as DeepSpeed count the outputs that
-    receive a gradient. Backward reads the copies' gradients from `Lent`.
+    receive a gradient. Backward reads the copies' gradients from `WeightLoan`.
     """
 
     @staticmethod
-    def forward(ctx: Any, loan: Lent, hidden_states: Tensor, *weights: Tensor) -> Tensor:
+    def forward(ctx: Any, loan: WeightLoan, hidden_states: Tensor, *weights: Tensor) -> Tensor:
         """Return a view of hidden_states [..., h]. `loan` holds the copies whose gradients backward
         returns for the weights; the weights are inputs for this reason."""
         ctx.lent = loan
@@ -226,19 +226,19 @@ class Lending(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the gradient of hidden_states [..., h] unchanged, and the gradients of the weights
-        that `Borrowed.backward` stored in `Lent`."""
+        that `BorrowWeights.backward` stored in `WeightLoan`."""
         grads = ctx.lent.grads
         ctx.lent.grads = ()
         return None, grad, *(grads or (None,) * (len(ctx.needs_input_grad) - 2))
 
 
-class Borrowed(torch.autograd.Function):
+class BorrowWeights(torch.autograd.Function):
     """Autograd function after a sharded output projection: returns hidden_states [..., h]
     unchanged, and the copies of the projection's weight [V, h] and bias [V] as tensors with a
     graph."""
 
     @staticmethod
-    def forward(ctx: Any, loan: Lent, hidden_states: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, loan: WeightLoan, hidden_states: Tensor) -> tuple[Tensor, ...]:
         """Return a view of hidden_states [..., h], and the copies of weight and bias. A copy
         requires a gradient if the original does.
 
@@ -260,6 +260,6 @@ class Borrowed(torch.autograd.Function):
         ctx: Any, grad: Tensor | None, *grads: Tensor | None
     ) -> tuple[None, Tensor | None]:
         """Return the gradient of hidden_states [..., h]. Store the gradients of the borrowed
-        parameters' copies for `Lending.backward`."""
+        parameters' copies for `LendWeights.backward`."""
         ctx.lent.grads = grads
         return None, grad

@@ -5,12 +5,12 @@ from __future__ import annotations
 from torch import nn
 
 from streambp.errors import StreamBPError
-from streambp.instance_forward import PATCH, InstanceForward, check_is_module, forwards
+from streambp.instance_forward import PATCH_ATTRIBUTE, InstanceForward, check_is_module, forwards
 from streambp.model.causal_lm import CausalLMForward
 from streambp.model.state import PatchState
 from streambp.model.wrappers import BackboneForward, LayerForward
 
-OURS = (BackboneForward, LayerForward, CausalLMForward)
+PATCH_FORWARDS = (BackboneForward, LayerForward, CausalLMForward)
 
 
 def streamed_head(model: nn.Module) -> CausalLMForward | None:
@@ -35,23 +35,28 @@ def is_patched(model: nn.Module) -> bool:
     return any(not wrapper.retired for wrapper in wrappers)
 
 
-def left_of_another(model: nn.Module) -> bool:
+def is_detached(model: nn.Module) -> bool:
     """True if `patch` was called on a module around `model`, and `model` was later copied or taken
     out of that module. The forwards inside of `model` are still replaced, but no module around them
     is patched. `patch` then removes these forwards first."""
     state = next(
-        (f.state for module in model.modules() for f in forwards(module) if isinstance(f, OURS)),
+        (
+            f.state
+            for module in model.modules()
+            for f in forwards(module)
+            if isinstance(f, PATCH_FORWARDS)
+        ),
         None,
     )
     root = None if state is None else state.root
     return (
         root is not None
-        and PATCH not in root.__dict__
+        and PATCH_ATTRIBUTE not in root.__dict__
         and any(module is root for module in model.modules())
     )
 
 
-def patch_of(model: nn.Module) -> tuple[nn.Module, PatchState] | None:
+def find_patch(model: nn.Module) -> tuple[nn.Module, PatchState] | None:
     """Return the module that was passed to `patch`, and the patch's state; None if the model is not
     patched.
 
@@ -64,8 +69,8 @@ def patch_of(model: nn.Module) -> tuple[nn.Module, PatchState] | None:
     """
     check_is_module(model)
     for module in model.modules():
-        if PATCH in module.__dict__:
-            own_state: PatchState = module.__dict__[PATCH]
+        if PATCH_ATTRIBUTE in module.__dict__:
+            own_state: PatchState = module.__dict__[PATCH_ATTRIBUTE]
             if not own_state.home.is_alive:  # of a copy
                 own_state.home.name(module)
             return module, own_state
@@ -74,7 +79,7 @@ def patch_of(model: nn.Module) -> tuple[nn.Module, PatchState] | None:
             f.state
             for module in model.modules()
             for f in forwards(module)
-            if isinstance(f, OURS) and not f.retired
+            if isinstance(f, PATCH_FORWARDS) and not f.retired
         ),
         None,
     )
