@@ -47,9 +47,9 @@ class CollectiveGuard(TorchDispatchMode):
         return UnsupportedModelError(
             f"{type(self.layer).__name__} makes collectives inside its forward "
             f"({self.collective_name}), as under tensor or expert parallelism (DeepSpeed's "
-            "AutoTP). Each chunk would make them, and ranks with other numbers of chunks would wait "
-            "for ever. Use DDP, ZeRO or FSDP2 around whole decoder layers, or run the model unpatched "
-            "(streambp.unpatch(model))."
+            "AutoTP). Each chunk would make them, and ranks with other numbers of chunks would "
+            "wait for ever. Use DDP, ZeRO or FSDP2 around whole decoder layers, or run the model "
+            "unpatched (streambp.unpatch(model))."
         )
 
 

@@ -238,8 +238,8 @@ def _refuse_inseparable_documents(layer_state: LayerState, rows: PackedRows) -> 
         return
     raise UnsupportedModelError(
         f"position_ids mark {rows.number} documents in packed rows, but no module inside "
-        f"{type(layer_state.layer).__name__} can be called for a single document. The layer takes its "
-        "states as an argument and would carry them from one document to the next. Pass one "
+        f"{type(layer_state.layer).__name__} can be called for a single document. The layer takes "
+        "its states as an argument and would carry them from one document to the next. Pass one "
         "document per row, or set StreamConfig(documents='as_given') to carry states over, as the "
         "unpatched model does."
     )

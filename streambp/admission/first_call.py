@@ -51,8 +51,8 @@ def find_values_set_once(call: LayerCall, x: Tensor, state: StateRestorer) -> li
     repeated = _run_once(call, x)
     if bool(first.isfinite().all()) and not _repeats(first, repeated):
         raise StreamingMismatchError(
-            f"{type(call.layer_state.layer).__name__} returns different values for the same tokens: "
-            f"{', '.join(names)} changed during a test on a few random tokens (a counter or a "
+            f"{type(call.layer_state.layer).__name__} returns different values for the same "
+            f"tokens: {', '.join(names)} changed during a test on a few random tokens (a counter or a "
             "running scale?). Chunks would change the value as well. Register the value as a "
             "buffer (register_buffer): then the layer runs unchunked, and its recomputation "
             "starts from the same value."

@@ -289,8 +289,8 @@ def _refuse(call: LayerCall, value_text: str) -> NoReturn:
             "or look on"
         )
     raise StreamBPError(
-        f"{type(call.layer_state.layer).__name__}, or a hook inside it, stores values of single chunks "
-        f"({value_text}), and {when}. Delete the stored values and repeat the step: from now on "
+        f"{type(call.layer_state.layer).__name__}, or a hook inside it, stores values of single "
+        f"chunks ({value_text}), and {when}. Delete the stored values and repeat the step: from now on "
         "the layer runs unchunked, which is exact."
     )
 
@@ -394,8 +394,8 @@ def _why_kept(call: LayerCall, x: Tensor, roots: Roots, state: StateRestorer) ->
     }
     if otherwise:
         raise UnsupportedModelError(
-            f"{type(call.layer_state.layer).__name__}, or a hook inside it, stores values that streamed layers "
-            f"do not compute, such as attention weights: {_names_text(otherwise)}. Remove the code "
+            f"{type(call.layer_state.layer).__name__}, or a hook inside it, stores values that "
+            f"streamed layers do not compute, such as attention weights: {_names_text(otherwise)}. Remove the code "
             "that "
             "stores the values, or pass output_attentions=True, so that the call runs unpatched."
         )
@@ -460,8 +460,8 @@ class _StoredValuesTrial:
         self.graph = torch.is_grad_enabled() and bool(differentiable) and may_have_graphs(call)
 
     def stored_values(self, run: Callable[[list[Tensor]], None]) -> dict[str, Any]:
-        """Run the layer, and return the values that third-party code stored meanwhile, in attributes,
-        containers or closures. The result is a dict from the value's path to the value. The earlier
+        """Run the layer, and return the values that third-party code stored meanwhile, in
+        attributes, containers or closures. The result is a dict from the value's path to the value. The earlier
         values are restored afterwards.
 
         Args:

@@ -326,8 +326,8 @@ def _result_of_error(
         raise error  # the requested attention cannot compute the call
     if is_kernel_error(error, x.device):
         raise KernelError(
-            f"A kernel failed when {type(call.layer_state.layer).__name__} was tested on {x.shape[-2]} tokens "
-            f"({type(error).__name__}: {error}). The kernel would fail in training as well. Set "
+            f"A kernel failed when {type(call.layer_state.layer).__name__} was tested on "
+            f"{x.shape[-2]} tokens ({type(error).__name__}: {error}). The kernel would fail in training as well. Set "
             "another attention in StreamConfig ('flash', or 'math', which uses torch's own "
             "products alone), or run the model unpatched to see whether the kernel fails there "
             "too."

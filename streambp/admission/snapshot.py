@@ -379,7 +379,7 @@ class Snapshot:
             self._follow_object(name, value)
 
     def _follow_attributes_of_tensor(self, name: str, tensor: Tensor) -> None:
-        """Save the attributes that code has set on a tensor or parameter, and queue their values."""
+        """Save the attributes that code has set on a tensor, and queue their values."""
         parts = self._save_container(name, tensor, TENSOR_ATTRIBUTES)
         self._enqueue((attribute_name(name, key), part) for key, part in parts.items())
 

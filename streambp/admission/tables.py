@@ -103,8 +103,8 @@ def is_replaced(saved: Any, current: Any) -> bool:
     """True if a module's code has replaced the value `saved` of a parameter or buffer: one of the
     two is None, or both are plain parameters.
 
-    A test replaces parameters by plain tensors and buffers by copies, and a sharding engine replaces
-    parameters by distributed tensors. Such replacements do not count.
+    A test replaces parameters by plain tensors and buffers by copies, and a sharding engine
+    replaces parameters by distributed tensors. Such replacements do not count.
     """
     if saved is None or current is None:
         return saved is not current

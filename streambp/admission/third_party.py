@@ -74,7 +74,7 @@ from streambp.known_names import (
 from streambp.source import undecorate, written_forward
 from streambp.tensors import tensors_in
 
-# Compilers of older releases raise at a lookup by a subclass of str, such as a routed config's name.
+# Compilers of older releases raise at a lookup by a subclass of str: a routed config's name.
 COMPILES_NAMES = TorchVersion(torch.__version__) >= "2.13"
 
 

@@ -43,7 +43,7 @@ class ObjectIdentity:
     def __init__(self, value: Any) -> None:
         self.kind = name_of(type(value)).rpartition(".")[2]
         try:
-            self._mark: Any = weakref.ref(value)  # the same reference for each mark of one object
+            self._mark: Any = weakref.ref(value)  # one reference for all marks of an object
         except TypeError:
             self._mark = id(value)
 

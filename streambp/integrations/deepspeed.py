@@ -100,8 +100,8 @@ def read(source: Any) -> dict[str, Any]:
         )
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
-            f"No DeepSpeed config could be read from {short_repr(source)} ({reason(error)}). Pass the "
-            "path of an existing JSON file, the file's text, the text in base64, or a dictionary."
+            f"No DeepSpeed config could be read from {short_repr(source)} ({reason(error)}). Pass "
+            "the path of an existing JSON file, the file's text, the text in base64, or a dictionary."
         ) from error
     if not isinstance(config, dict):
         raise ConfigError(
@@ -130,8 +130,8 @@ def stream_config(settings: dict[str, Any]) -> StreamConfig | None:
         )
     if settings.get("activation_checkpointing"):
         raise ConfigError(
-            '"activation_checkpointing" and "streambp" are both set; streamed layers recompute themselves. Remove '
-            '"activation_checkpointing".'
+            '"activation_checkpointing" and "streambp" are both set; streamed layers recompute '
+            'themselves. Remove "activation_checkpointing".'
         )
     return config_of(section, f'The section "{CONFIG_SECTION}"', StreamConfig())
 

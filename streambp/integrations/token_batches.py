@@ -208,7 +208,7 @@ def _whole_numbers(lengths: Any) -> list[int]:
         numbers = [operator.index(length) for length in values]
     except TypeError:
         raise ConfigError(
-            f"lengths is {short_repr(lengths)}; it must be one whole number for each row, its tokens. "
-            "Give [len(ids) for ids in dataset['input_ids']], say."
+            f"lengths is {short_repr(lengths)}; it must be one whole number for each row, its "
+            "tokens. Give [len(ids) for ids in dataset['input_ids']], say."
         ) from None
     return numbers

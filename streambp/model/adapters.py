@@ -14,7 +14,7 @@ def adapter_notes(layer_states: Iterable[LayerState]) -> list[str]:
     operation, and why the other adapted Linears run peft's own forward.
 
     Args:
-        layer_states: the records of the decoder layers. Layers that were not called yet are left out.
+        layer_states: records of the decoder layers. Layers that were not called yet are left out.
     """
     number_of_fused = 0
     number_of_factored = 0

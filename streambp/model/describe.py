@@ -284,7 +284,8 @@ def _describe_layer(name: str, wrapper: LayerForward) -> LayerDescription:
     if layer_state.tests.max_tested_tokens is not None:
         names = ", ".join(layer_state.tests.third_party_modules)
         parts.append(
-            f"{names} tried on {layer_state.tests.max_tested_tokens} tokens at once, no more did fit"
+            f"{names} tried on {layer_state.tests.max_tested_tokens} tokens at once, "
+            "no more did fit"
         )
     return LayerDescription(name, kind, "streams", "; ".join(parts))
 

@@ -102,8 +102,8 @@ def shards_of(
         tokens: input_ids [B, T] of `kwargs`, or inputs_embeds [B, T, h].
         config: the backbone's config.
         training: the backbone's mode.
-        layer_states: the records of the patched decoder layers. Layers that save K and V, or attention
-            outputs, exchange other tensors between ranks in backward. So all ranks must have the
+        layer_states: the records of the patched decoder layers. Layers that save K and V, or
+            attention outputs, exchange other tensors between ranks in backward. So all ranks must have the
             same number of such layers.
 
     Raises:

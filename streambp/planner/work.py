@@ -5,7 +5,7 @@ An operation reads its inputs once and writes its outputs once; it also reads a 
 changes in place. A broadcast dimension is read once. Views and empty tensors move nothing. Fills
 and `copy_` do not read their destination. Gathers and scatters move the selected elements twice. A
 matrix product that adds to a sum moves the sum twice. All other costs of matrix products and
-attention are in their FLOPs. A product of which a size is at most `MAX_SKINNY_SIZE` costs its
+attention are in their FLOPs. A product with a size of at most `MAX_SKINNY_SIZE` costs its
 bytes instead: products of adapters are a hundredth of a LoRA layer's FLOPs and a fifth of its time.
 """
 

@@ -212,7 +212,7 @@ def packed_rows(position_ids: Tensor, rows: int) -> PackedRows | None:
 
 def join_documents(arguments: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return replacements for a layer's document arguments, by name, with which each row is one
-    document: seq_idx [B, T], cu_seq_lens_q [2]. What `arguments` does not contain is left out.
+    document: seq_idx [B, T], cu_seq_lens_q [2]. Missing arguments are left out.
 
     The tests of a layer's first call use these arguments.
 
@@ -230,7 +230,7 @@ def join_documents(arguments: Mapping[str, Any]) -> dict[str, Tensor]:
 def split_documents(arguments: Mapping[str, Any], length: int) -> dict[str, Tensor]:
     """Return replacements for a layer's document arguments, by name, with which each row has
     several short documents: seq_idx [B, T], cu_seq_lens_q [documents + 1]. Every second row of
-    seq_idx has other boundaries. What `arguments` does not contain is left out.
+    seq_idx has other boundaries. Missing arguments are left out.
 
     The tests of a layer's first call use these arguments.
 
