@@ -93,7 +93,8 @@ def begin_backward(ctx: Any) -> tuple[LayerCall, Parameters]:
     check_mode(call.layer_state.layer, call.backward.training)
     call.snapshot = call.layer_state.fingerprint.take_snapshot(call.layer_state.layer)
     is_unchanged = (
-        call.snapshot is ctx.parameters.snapshot and call.snapshot.gradient_flags == ctx.parameters.trained
+        call.snapshot is ctx.parameters.snapshot
+        and call.snapshot.gradient_flags == ctx.parameters.trained
     )
     ctx.parameters.check_unchanged([] if is_unchanged else call.layer_state.cached_result(slots_of))
     refuse_written(call.arguments.versions)

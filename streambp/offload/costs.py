@@ -157,6 +157,19 @@ class LayerCost(NamedTuple):
         )
         return Cost(x, attn_out, kv, flops, products, cost.overwritten)
 
+    def graph_candidate(self, index: int, tokens: int, options: list[Candidate]) -> Candidate:
+        """Return the autograd graph of layer `index` as one candidate, which holds all of the
+        layer's other candidates.
+
+        Args:
+            index: index of the layer.
+            tokens: tokens over all rows.
+            options: the other candidates.
+        """
+        size = self.graph * tokens / self.tokens
+        spared = sum(option.bytes * option.flops_per_byte for option in options)
+        return Candidate(index, GRAPH, size, spared / size)
+
     def candidates(
         self, index: int, tokens: int, length: int, is_unchunked: bool = False
     ) -> Iterator[Candidate]:

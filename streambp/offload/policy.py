@@ -305,13 +305,13 @@ class SavesPolicy:
             device: the device.
             length: tokens of each row.
         """
-        headroom_by_layer = self._headroom_by_layer(free, tokens, chunk)
+        headrooms = self._headroom_by_layer(free, tokens, chunk)
         plan = {}
         seconds = math.inf
-        fits = min(headroom for _, headroom in headroom_by_layer) >= 0
+        fits = min(headroom for _, headroom in headrooms) >= 0
         if fits and self.keeps and self.link is None:
             plan = self._fill(
-                headroom_by_layer, range(self.layers), device, tokens, length, chunk == tokens
+                headrooms, range(self.layers), device, tokens, length, chunk == tokens
             )
         if self.figures.seconds is not None:
             seconds = self.figures.seconds(tokens, chunk) - self.figures.spared(plan)
@@ -384,11 +384,9 @@ class SavesPolicy:
         if graph and not (cost_recorder is None and can_keep_graph()):
             if cost_recorder is None:
                 self._by_name.add(index)
-            headroom_by_layer = [[math.inf, sum(candidate.bytes for candidate in candidates)]]
+            headrooms = [[math.inf, sum(candidate.bytes for candidate in candidates)]]
             graph = False
-            candidates = self._fill(
-                headroom_by_layer, [index], None, tokens, length, True, (GRAPH,)
-            )[index]
+            candidates = self._fill(headrooms, [index], None, tokens, length, True, (GRAPH,))[index]
             batch.plan[index] = candidates
         elif index in self._by_name and can_keep_graph():
             self._by_name.discard(index)
@@ -431,14 +429,9 @@ class SavesPolicy:
         if short > planned:
             self._drop(None, "less memory was free than planned")
         elif planned:
-            headroom_by_layer = [[math.inf, planned - short]]
+            headrooms = [[math.inf, planned - short]]
             batch.plan |= self._fill(
-                headroom_by_layer,
-                later,
-                batch.device,
-                tokens,
-                saved.plan.length,
-                len(saved.plan) == 1,
+                headrooms, later, batch.device, tokens, saved.plan.length, len(saved.plan) == 1
             )
 
     def _begin(self, saved: Any, rows: int) -> None:
@@ -642,7 +635,7 @@ class SavesPolicy:
 
     def _fill(
         self,
-        headroom_by_layer: HeadroomByLayer,
+        headrooms: HeadroomByLayer,
         indices: Iterable[int],
         device: torch.device | None,
         tokens: int,
@@ -654,7 +647,7 @@ class SavesPolicy:
         while they fit; the order is by the FLOPs that a saved byte spares, most first.
 
         Args:
-            headroom_by_layer: pairs [index, bytes] as in `_headroom_by_layer`; the bytes of the
+            headrooms: pairs [index, bytes] as in `_headroom_by_layer`; the bytes of the
                 chosen tensors are subtracted in place.
             indices: indices of the layers.
             device: only layers on this device save; None: all layers save.
@@ -670,26 +663,15 @@ class SavesPolicy:
         for index in plan:
             cost = self.figures.costs.get(index)
             if cost is not None and device in (None, cost.device):
-                layer_candidates = [
+                options = [
                     option
                     for option in cost.candidates(index, tokens, length, is_unchunked)
                     if option.name not in without
                 ]
-                candidates += layer_candidates
-                if (
-                    is_unchunked
-                    and cost.graph
-                    and GRAPH not in without
-                    and index not in self._by_name
-                ):
-                    size = cost.graph * tokens / cost.tokens
-                    graphs[index] = Candidate(
-                        index,
-                        GRAPH,
-                        size,
-                        sum(option.bytes * option.flops_per_byte for option in layer_candidates)
-                        / size,
-                    )
+                candidates += options
+                may_keep_graph = GRAPH not in without and index not in self._by_name
+                if is_unchunked and cost.graph and may_keep_graph:
+                    graphs[index] = cost.graph_candidate(index, tokens, options)
         ordered = sorted(candidates, key=lambda option: (-option.flops_per_byte, -option.index))
         for candidate in (*ordered, *sorted(graphs.values(), key=lambda option: -option.index)):
             index = candidate.index
@@ -699,12 +681,9 @@ class SavesPolicy:
             if graph is not None and graph.bytes <= planned_bytes[index] + size:
                 candidate = graph
                 size = graph.bytes - planned_bytes[index]
-            if graph not in plan[index] and all(
-                size <= headroom
-                for last_index, headroom in headroom_by_layer
-                if index <= last_index
-            ):
-                for entry in headroom_by_layer:
+            fits = all(size <= headroom for last, headroom in headrooms if index <= last)
+            if graph not in plan[index] and fits:
+                for entry in headrooms:
                     entry[1] -= size if index <= entry[0] else 0.0
                 plan[index] = [candidate] if candidate is graph else [*plan[index], candidate]
                 planned_bytes[index] += size
@@ -760,11 +739,9 @@ class SavesPolicy:
         for index, observed_costs in list(self._seen.items()):
             cost = observed_costs.measured_cost()
             if cost is not None:
-                previous_cost = costs.get(index)
-                if previous_cost is not None and not cost.graph:
-                    cost = cost._replace(
-                        graph=previous_cost.graph * cost.tokens / previous_cost.tokens
-                    )
+                earlier = costs.get(index)
+                if earlier is not None and not cost.graph:
+                    cost = cost._replace(graph=earlier.graph * cost.tokens / earlier.tokens)
                 costs[index] = cost
                 del self._seen[index]
         return costs

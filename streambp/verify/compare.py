@@ -601,11 +601,7 @@ def _run_streamed(
 
 
 def _run_truth(
-    model: nn.Module,
-    batch: Batch,
-    scale: float,
-    wide: torch.dtype,
-    runs: tuple[VerifyRun, ...],
+    model: nn.Module, batch: Batch, scale: float, wide: torch.dtype, runs: tuple[VerifyRun, ...]
 ) -> tuple[float, dict[str, list[float]]]:
     """Run the truth: a copy of the unpatched model in dtype `wide`, on the host. Return its loss,
     and a dict from parameter names to lists: the norm of the gradient, its number of elements, and
