@@ -31,7 +31,7 @@ def masks_from_positions() -> contextlib.AbstractContextManager[None]:
     Masks that depend on values read all keys, because every condition on tensors without data
     counts as true.
     """
-    return replace_attribute([masks], "rectangles", [_position_rectangles])
+    return replace_attribute([masks], "rectangular_spans", [_position_rectangles])
 
 
 def _position_rectangles(

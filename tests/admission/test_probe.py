@@ -95,7 +95,7 @@ def test_an_error_in_a_kernel_counts_by_where_it_was_raised():
 
 def test_half_precision_gradients_whose_norm_overflows_are_compared():
     call = SimpleNamespace(
-        layer_state=SimpleNamespace(coarsest=lambda dtype, *_: dtype), autocast=None
+        layer_state=SimpleNamespace(coarsest_dtype=lambda dtype, *_: dtype), autocast=None
     )
     x = torch.full((300, 300), 300.0, dtype=torch.float16) + torch.rand(300, 300).half()
     assert same_gradients(call, [x], [x])

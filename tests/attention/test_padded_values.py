@@ -154,10 +154,10 @@ def unwritten(self, like, width=None):
 
 
 MUTANTS = {  # the ways in which it is seen, and what is replaced
-    "gradient of the padding kept": (BACKENDS, [(m, "narrowed", keep_the_tail) for m in (attend, kv,
+    "gradient of the padding kept": (BACKENDS, [(m, "cut_columns", keep_the_tail) for m in (attend, kv,
                 kernels_wide)]),
     "noise instead of zeros": (
-        ("padded blocks", "padded blocks of tiles"), [(m, "widened", noise_behind) for m in (attend, kv, kernels_wide)],
+        ("padded blocks", "padded blocks of tiles"), [(m, "pad_columns", noise_behind) for m in (attend, kv, kernels_wide)],
     ),
     "zeros not written": (("padded buffer",), [(prefix.Prefix, "_buffer", unwritten)]),
 }  # fmt: skip

@@ -215,10 +215,10 @@ def test_a_thread_beside_ours_attends_as_its_config_says():
     )
 
 
-@pytest.mark.parametrize("mutant", ["_met_by_chance", "_leave"])
+@pytest.mark.parametrize("mutant", ["_thread_implementation", "_end_routing"])
 def test_its_mutants(mutant, monkeypatch):
     """Nobody is sent on; the first to leave takes the name away."""
-    if mutant == "_met_by_chance":
+    if mutant == "_thread_implementation":
         monkeypatch.setattr(interface, mutant, lambda config: None)
         with pytest.raises((AssertionError, UnsupportedModelError)):
             test_a_thread_beside_ours_attends_as_its_config_says()

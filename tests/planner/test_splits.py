@@ -125,7 +125,7 @@ def test_lines_from_two_ranks_serve_others(by, ranks, monkeypatch):
     sent = [link_bytes(p.methods[0], ranks * 16384, setting) for p in (few_ranks, many_ranks)]
     assert sent[0] == pytest.approx(sent[1], rel=1e-6)
     with monkeypatch.context() as patch:
-        patch.setattr(SplitCount, "mark", lambda *_: None)
+        patch.setattr(SplitCount, "reset_peak", lambda *_: None)
         patch.setattr("streambp.planner.splits._keys_allocated", lambda: lambda run: run)
         patch.setattr(Counter, "ranks", lambda counter, recipe: 2)
         blind = counted(config, by, point)

@@ -57,6 +57,6 @@ def test_the_parts_of_a_step_are_found(step: tuple[str, StepCalls]) -> None:
     first_calls = record.before_first_chunk()
     chunk = record.gradient_chunk()
     assert ("layer/call.py", "LayerCall.__init__") in first_calls
-    assert ("layer/function.py", "_differentiated") in chunk
+    assert ("layer/function.py", "_differentiate") in chunk
     assert ("attention/attend.py", "PrefixAttention.backward") in chunk
     assert len(first_calls) + len(chunk) < len(record.calls)
