@@ -212,7 +212,10 @@ def test_pairs_of_a_group_are_those_of_its_tree():
     ids = torch.randint(3, 1000, (3, 79), generator=seeded(1))
     ids[:, :70] = ids[0, :70].clone()
     tree = find_tree(ids)
-    depths = [range(s.span.row_start, s.span.row_start + s.span.stop - s.span.start) for s in tree.segments]
+    depths = [
+        range(s.span.row_start, s.span.row_start + s.span.stop - s.span.start)
+        for s in tree.segments
+    ]
     pairs = sum(depth + 1 for segment in depths for depth in segment)
     assert batch.tokens(True) == tree.tokens == 70 + 3 * 9
     assert batch.reach(True) * batch.tokens(True) == 2 * pairs - tree.tokens
@@ -287,7 +290,10 @@ def test_pairs_of_a_padded_batch_are_those_of_its_tree():
     for row, length in enumerate(lengths):
         mask[row, :length] = 1
     batch, tree = Batch(lengths), find_tree(ids, mask)
-    depths = [range(s.span.row_start, s.span.row_start + s.span.stop - s.span.start) for s in tree.segments]
+    depths = [
+        range(s.span.row_start, s.span.row_start + s.span.stop - s.span.start)
+        for s in tree.segments
+    ]
     pairs = sum(depth + 1 for segment in depths for depth in segment)
     assert batch.tokens(True) == tree.tokens == sum(lengths)
     assert batch.reach(True) * batch.tokens(True) == 2 * pairs - tree.tokens
@@ -307,7 +313,7 @@ def test_lengths_on_the_command_line(tmp_path, capsys, monkeypatch):
     requests = []
     monkeypatch.setattr(
         sys.modules["streambp.planner.plan"],
-        "counted",
+        "count_profile",
         lambda asking, *_: requests.append(asking) or profile(),
     )
     ask = ["plan", str(tmp_path), "--gpu-memory", "640GiB", "--batch-size", "4"]

@@ -16,7 +16,7 @@ from scripts.plan_time import configs
 from streambp.model import unpatched
 from streambp.model.record import OUTCOME_KEPT_GRAPH, OUTCOME_UNPATCHED
 from streambp.model.record import OUTCOME_STREAMED as STREAMED_WAY
-from streambp.offload import free_memory, policy
+from streambp.offload import costs, free_memory
 from streambp.offload.costs import GRAPH, SavesChoice
 from streambp.planner import default_step
 from streambp.planner.layer_costs import PLAN_DEVICE
@@ -198,11 +198,11 @@ def test_a_device_that_does_not_tell_has_nothing_to_compare(monkeypatch):
 
 
 def test_a_graph_that_spares_nothing_is_seen(monkeypatch):
-    real = policy.Candidate
+    real = costs.Candidate
 
     def worthless(index, name, size, flops_per_byte):
         return real(index, name, size, 0.0 if name == GRAPH else flops_per_byte)
 
-    monkeypatch.setattr(policy, "Candidate", worthless)
+    monkeypatch.setattr(costs, "Candidate", worthless)
     with pytest.raises(AssertionError):
         test_a_kept_graph_spares_what_the_tensors_in_its_place_would()

@@ -33,7 +33,7 @@ def packed_positions(row):
     """The packed place of each of a row's tokens."""
     positions = []
     for span in row.packed_spans:
-        assert span.at == len(positions)
+        assert span.row_start == len(positions)
         positions += range(span.start, span.stop)
     return positions
 
