@@ -39,7 +39,7 @@ def compiled(name, dtype, capability, capped):
     from triton.compiler import ASTSource
 
     module, signature, constants = KERNELS[name]
-    constants = {**constants, "capped": capped, "width": module.BLOCK}
+    constants = {**constants, "capped": capped, "width": module.MAX_BLOCK_WIDTH}
     signature = {key: kind.format(dtype) for key, kind in signature.items()}
     order = module._kernel.arg_names
     signature = {key: signature.get(key, "constexpr") for key in order}

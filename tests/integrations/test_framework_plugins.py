@@ -223,6 +223,6 @@ def test_a_model_that_cannot_be_streamed_stops_verl(engines, monkeypatch):
     with pytest.raises(UnsupportedModelError):
         engines[0](without_streams()).initialize()
     monkeypatch.setenv("STREAMBP_LAUNCH", '{"chunk_size": -5}')
-    sys.modules["streambp.integrations.verl"].launched.cache_clear()
+    sys.modules["streambp.integrations.verl"].launched_process.cache_clear()
     with pytest.raises(ConfigError):
         engines[0](model_of()).initialize()

@@ -76,7 +76,7 @@ def computed(monkeypatch):
     counts = []
 
     def find(ids, mask=None, *args, **kwargs):
-        tree = find_tree(ids, mask, *args, **{**kwargs, "min_prefix": 1, "saves": 0.0})
+        tree = find_tree(ids, mask, *args, **{**kwargs, "min_prefix": 1, "min_savings": 0.0})
         rows, different = counted(
             {"input_ids": ids, "attention_mask": torch.ones_like(ids) if mask is None else mask}
         )

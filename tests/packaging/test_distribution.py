@@ -189,13 +189,13 @@ def test_the_wheel_alone_runs(archives, tmp_path):
 def check_commands(first_day, page):
     """Each command of a page is whole, and first_day.py knows what it prints."""
     lines = []
-    for language, _, text in first_day.FENCE.findall(page.partition(first_day.LAST)[0]):
+    for language, _, text in first_day.FENCE.findall(page.partition(first_day.LAST_HEADING)[0]):
         if language == "bash":
             lines += first_day.commands_of(text)
-    assert len(lines) > len(first_day.SAYS) - 2
+    assert len(lines) > len(first_day.EXPECTED_OUTPUTS) - 2
     for line in lines:
         assert shlex.split(line)
-        assert line.startswith(("pip install", *first_day.SAYS)), line
+        assert line.startswith(("pip install", *first_day.EXPECTED_OUTPUTS)), line
 
 
 def test_the_first_day_knows_the_pages_commands(monkeypatch):
