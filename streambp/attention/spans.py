@@ -2,9 +2,9 @@
 
 Vocabulary:
 
-- span: the keys that one query may read. In causal models a span is an interval. It starts at the
-  query's own document (or after the left padding, or where the window starts). It ends with the
-  query itself (or where the right padding starts).
+- span: the keys that one query may read. In causal models a span is an interval. The interval
+  starts at the query's own document (or after the left padding, or where the window starts), and
+  ends with the query itself (or where the right padding starts).
 - run: consecutive queries of one row whose spans follow one rule.
 - block: a rectangle [q0, q1) x [k0, k1) of one or more rows, computed by one kernel call. The kind
   of a block decides which of its pairs count:

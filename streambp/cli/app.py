@@ -457,8 +457,8 @@ def plan(
 ) -> SimpleNamespace:
     """Estimate memory and time; suggest settings.
 
-    Counts a training step from the model's configuration, without weights and without a GPU. Exit
-    code 0: it fits; 1: it does not; 2: the model could not be counted.
+    Counts a training step from the model's configuration, without weights and without a GPU. The
+    exit code is 0 if a step fits, 1 if no step fits, and 2 if the model could not be counted.
     """
     return _arguments(context)
 

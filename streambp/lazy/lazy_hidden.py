@@ -305,14 +305,16 @@ class LazyHidden(LazyTensor):
         )
 
 
-def _scale_rule(x: LazyHidden, number: Any, *, over: bool = False) -> Any:
-    """Return a lazy tensor multiplied by `number`, or divided by it if `over`. This is the rule
-    for multiplication and division in a model's forward. NotImplemented if `number` is no
-    finite number other than zero."""
-    if not is_number(number):
+def _scale_rule(x: LazyHidden, other: Any, *, over: bool = False) -> Any:
+    """Return a lazy tensor multiplied by the number `other`, or divided by it if `over`. This is
+    the rule for multiplication and division in a model's forward. NotImplemented if `other` is
+    zero, or no finite number.
+
+    The argument has torch's name, because programs may pass it by keyword."""
+    if not is_number(other):
         return NotImplemented
     projection = x.recipe.projection
-    factor = 1.0 / number if over else float(number)
+    factor = 1.0 / other if over else float(other)
     scaled = {"logit_scale": projection.logit_scale * factor}
     if projection.softcap is not None:
         softcap = projection.softcap * factor
@@ -337,7 +339,7 @@ def _linear_rule(x: LazyHidden, weight: Any, bias: Any = None) -> Any:
     return LazyHidden.make(x.source, dataclasses.replace(x.recipe, weight=weight, bias=bias))
 
 
-def _add_rule(x: LazyHidden, addend: Any) -> Any:
+def _add_rule(x: LazyHidden, other: Any) -> Any:
     """Return lazy logits with a bias added: one value for each entry of the vocabulary, as in BART
     and Marian. The bias is shaped [V], or has leading dimensions of size 1.
 
@@ -347,16 +349,16 @@ def _add_rule(x: LazyHidden, addend: Any) -> Any:
     recipe = x.recipe
     if recipe.weight is None or recipe.bias is not None or recipe.projection != Projection():
         return NotImplemented
-    if not isinstance(addend, Tensor) or not addend.is_floating_point() or addend.dim() > x.dim():
+    if not isinstance(other, Tensor) or not other.is_floating_point() or other.dim() > x.dim():
         return NotImplemented
-    if addend.device != x.device or addend.shape != (1,) * (addend.dim() - 1) + x.shape[-1:]:
+    if other.device != x.device or other.shape != (1,) * (other.dim() - 1) + x.shape[-1:]:
         return NotImplemented
-    dtype = torch.promote_types(x.dtype, addend.dtype)
-    if not addend.requires_grad and has_data(addend) and not bool(addend.any()):
+    dtype = torch.promote_types(x.dtype, other.dtype)
+    if not other.requires_grad and has_data(other) and not bool(other.any()):
         return x.copy_with(
             dtype=dtype
         )  # zeros, which BART has, would cost an addition in each block
-    bias = addend.reshape(-1)
+    bias = other.reshape(-1)
     return x.copy_with(dataclasses.replace(recipe, bias=bias, adds_bias=True), dtype)
 
 

@@ -60,6 +60,9 @@ BLOCKWISE = {
     "by keyword": lambda z, y: F.cross_entropy(
         input=torch.mul(input=z, other=0.5).view(-1, VOCABULARY), target=y.flatten()
     ),
+    "a bias by keyword": lambda z, y: flat(
+        torch.add(input=z, other=torch.linspace(-1.0, 1.0, VOCABULARY)), y
+    ),
 }
 COMPLETE_TENSOR_USES = {
     "classes second": lambda z, y: F.cross_entropy(z.transpose(1, 2), y),

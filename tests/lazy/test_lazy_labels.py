@@ -130,7 +130,7 @@ def hooked_late_by_an_engine(use, first_use=None):
 
 LATE_LABEL_USES = {
     "beside the model's loss": {"use": dpo},
-    "beside the program's": {"use": dpo, "before": lambda z, y: z.logsumexp(-1).square().mean()},
+    "beside the program's": {"use": dpo, "first_use": lambda z, y: z.logsumexp(-1).square().mean()},
 }
 
 
