@@ -378,17 +378,18 @@ class WeakSequence(Sequence[T], Generic[T]):
     def __init__(self, items: Iterable[T] = ()) -> None:
         self._items = [weakref.ref(item) for item in items]
 
+    def _referents(self) -> list[T]:
+        referents = [item() for item in self._items]
+        return [referent for referent in referents if referent is not None]
+
     def __iter__(self) -> Iterator[T]:
-        for item in self._items:
-            referent = item()
-            if referent is not None:
-                yield referent
+        return iter(self._referents())
 
     def __len__(self) -> int:
-        return sum(item() is not None for item in self._items)
+        return len(self._referents())
 
     def __getitem__(self, index: Any) -> Any:
-        return list(self)[index]
+        return self._referents()[index]
 
     def __reduce__(self) -> Any:
         return WeakSequence, ()

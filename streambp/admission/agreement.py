@@ -47,7 +47,7 @@ def agree(unchunked: Tensor, chunked: Tensor, residual: Tensor, tolerance: float
     more than rounding.
 
     Args:
-        unchunked, pieces: [..., B, T, h], the results of the two runs: outputs, or gradients of the
+        unchunked, chunked: [..., B, T, h], the results of the two runs: outputs, or gradients of the
             input.
         residual: [..., B, T, h], what the residual connection adds to both results. This is the
             layer's input if outputs are compared, and the gradient of the output if gradients are.
@@ -70,7 +70,7 @@ def all_agree(
     run has gradients.
 
     Args:
-        unchunked, pieces: the results of the two runs: the output [..., B, T, h] and, if the output
+        unchunked, chunked: the results of the two runs: the output [..., B, T, h] and, if the output
             has a graph, the gradient of the input [..., B, T, h]. Further gradients are not
             compared.
         residuals: the input and the gradient of the output, both [..., B, T, h].

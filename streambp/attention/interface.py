@@ -116,8 +116,10 @@ def stream_attention(
     features = list[str]()
     sink = None
     picks = None
+    bias = None
     if not kwargs.keys().isdisjoint(UNSUPPORTED_ARGUMENTS):
         features, sink, picks = _unsupported_arguments(attention_mask, kwargs)
+        bias = kwargs.get(POSITION_BIAS)
     is_causal = kwargs.get("is_causal", getattr(module, "is_causal", True)) is not False
     if not is_streamed and (
         not is_causal
@@ -134,7 +136,6 @@ def stream_attention(
         or _is_causal_without_a_mask(module)
     ):
         features.append("is_causal=False")
-    bias = kwargs.get(POSITION_BIAS)
     if bias is not None:
         bias = _distance_bias(module, bias, attention_mask)
         if bias is None:

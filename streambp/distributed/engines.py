@@ -202,12 +202,12 @@ def contents_of(module: nn.Module) -> tuple[list[nn.Module], list[nn.Parameter]]
     parameters: list[nn.Parameter] = []
     for inner in modules:  # the loop appends to this list
         attributes = inner.__dict__
-        for child in attributes[modules_table].values():
-            if child is not None:
-                modules.append(child)
-        for parameter in attributes[parameters_table].values():
-            if parameter is not None:
-                parameters.append(parameter)
+        if attributes[modules_table]:
+            children = attributes[modules_table].values()
+            modules += [child for child in children if child is not None]
+        if attributes[parameters_table]:
+            own_parameters = attributes[parameters_table].values()
+            parameters += [p for p in own_parameters if p is not None]
     return modules, parameters
 
 

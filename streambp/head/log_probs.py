@@ -116,7 +116,7 @@ class HeadInputs:
         autocast: autocast's state in forward.
         in_float32: True if products are computed in float32 or wider, also under autocast.
         drop_saves: function that frees tensors saved by layers, after running out of memory; see
-            `Pending.drop_saves`.
+            `PendingGradients.drop_saves`.
         bias_dtype: dtype of the bias if the model's code adds it to the logits, after the
             projection; None: the projection adds the bias itself.
     """

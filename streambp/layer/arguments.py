@@ -155,7 +155,8 @@ class Arguments:
             ("a graph", torch.is_grad_enabled()),
         ]
         self.kind = frozenset((*kinds, ("packed rows", packed_rows is not None), ("state", state)))
-        self._parts: dict[Chunk, dict[str, Any]] = {}  # shared by all passes over a chunk
+        # Shared by all passes over a chunk; by its bounds, whose hash is faster than a Chunk's.
+        self._parts: dict[tuple[int, int], dict[str, Any]] = {}
         self._documents: Documents | None = None
 
     def add_documents(self, documents: Documents) -> None:
@@ -263,9 +264,10 @@ class Arguments:
                 leaves = self.leaves(chunk, [False] * len(self.differentiable))
             else:
                 leaves = []
-        chunk_arguments = self._parts.get(chunk)
+        bounds = (chunk.start, chunk.stop)
+        chunk_arguments = self._parts.get(bounds)
         if chunk_arguments is None:
-            chunk_arguments = self._parts[chunk] = {}
+            chunk_arguments = self._parts[bounds] = {}
             for name, value in self.by_name.items():
                 if isinstance(value, Tensor):
                     chunk_arguments[name] = self._part(chunk, leaves, name, value)

@@ -594,9 +594,10 @@ def _chunk_backward(
     """
     saved = call.saved
     carries = call.layer_state.kind.states.carries
+    reads = saved.reads(chunk.index)
     if saved.moves and call.attempt is not RUN_ONCE:
-        call.attempt(functools.partial(saved.load, saved.reads(chunk.index)))
-    saved.bring(chunk, saved.reads(chunk.index))
+        call.attempt(functools.partial(saved.load, reads))
+    saved.bring(chunk, reads)
     x = saved.brought["x"]
     states = States()
     upstream = States()

@@ -225,10 +225,8 @@ class Parameters:
 
     def current(self) -> list[Tensor]:
         """Return the module's current parameters [...], one for each distinct parameter."""
-        parameters: list[Any] = []
-        for (owner, name), *_ in self.groups:
-            parameters.append(owner._parameters[name])
-        return parameters
+        owners: list[Any] = [group[0] for group in self.groups]
+        return [owner._parameters[name] for owner, name in owners]
 
     def check_unchanged(self, slots: list[tuple[str, ParameterSlot]] | None = None) -> None:
         """Raise BackwardError if a parameter was written to or replaced since forward, or if a

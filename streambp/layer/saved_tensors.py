@@ -326,7 +326,7 @@ class SavedForBackward:
         Args:
             chunk: the chunk.
             hidden_chunk: the chunk's input [..., B, C, h], without a graph.
-            take_attention_outputs: output and logsumexp of each attention call in the chunk.
+            attended: output and logsumexp of each attention call in the chunk.
 
         Raises:
             UnsupportedModelError: the layer has written in place to a tensor that must be saved.
@@ -504,10 +504,11 @@ class SavedForBackward:
         """Return the names of the saved tensors that a chunk's recomputation starts from, its input
         and recurrent states, as (name, chunk index)."""
         reads = [("x", index)]
-        state_chunk = self._state_chunk(index)
-        if state_chunk is not None:
-            for number in range(len(self._state_keys)):
-                reads.append((f"state.{number}", state_chunk))
+        if self._state_keys:
+            state_chunk = self._state_chunk(index)
+            if state_chunk is not None:
+                for number in range(len(self._state_keys)):
+                    reads.append((f"state.{number}", state_chunk))
         return reads
 
     def reads(self, index: int) -> list[Access]:

@@ -1,6 +1,6 @@
 """Base class of stand-ins: tensors without storage, in place of hidden states or logits.
 
-A `Deferred` is a stand-in in a model's forward; `LazyLogits` are the logits that a model returns. A
+`LazyHidden` is a stand-in in a model's forward; `LazyLogits` are the logits that a model returns. A
 stand-in has a shape, a dtype and a device. An operation with a rule returns another stand-in, or
 computes its result without the real tensor. Every other operation builds the real tensor and runs
 on the real tensor: exact, at the unpatched model's memory cost. The operation's name is recorded

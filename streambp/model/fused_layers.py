@@ -307,7 +307,7 @@ class RotationGlobals(dict[str, Any]):
     All other names are looked up in the modeling file's current globals.
 
     Args:
-        around: the modeling file's globals.
+        namespace: the modeling file's globals.
         fused: Liger's rotary embedding of q [B, H, T, D], k [B, H_kv, T, D], cos and sin [B, T, D].
         kind: the device type on which Liger's function runs.
     """

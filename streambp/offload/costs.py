@@ -44,16 +44,16 @@ def saves_name(name: str) -> str:
     return SAVES_BY_STORED_NAME.get(kind, "x")
 
 
-def host_exclusions(attending: float, copying: float) -> tuple[str, ...]:
+def host_exclusions(attention_seconds: float, copy_seconds: float) -> tuple[str, ...]:
     """Return the names of saved tensors that are never copied to the host. The result is
     ("attn_out",) if backward computes attention outputs again faster than it copies the outputs,
     and () otherwise.
 
     Args:
         attention_seconds: seconds of attention in all layers.
-        copying: seconds in which all attention outputs are copied to the host.
+        copy_seconds: seconds in which all attention outputs are copied to the host.
     """
-    return ("attn_out",) if attending <= copying else ()
+    return ("attn_out",) if attention_seconds <= copy_seconds else ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -174,7 +174,7 @@ class _HostMemory(OffloadManager):
     """Host memory of a planned step, which is no memory of this machine.
 
     Args:
-        room: bytes for saved tensors.
+        headroom: bytes for saved tensors.
         layers: number of layers.
     """
 

@@ -324,7 +324,8 @@ def most_spared(headrooms, save_steps):
     all layers up to one, so that taking what spares most for its bytes is the best there is.
 
     Args:
-        headheadrooms: (layer, bytes). save_steps: of each layer.
+        headrooms: (layer, bytes).
+        save_steps: of each layer.
     """
     free_bytes, total = [list(headroom) for headroom in headrooms], 0.0
     rates = [
