@@ -47,8 +47,8 @@ def agree(unchunked: Tensor, chunked: Tensor, residual: Tensor, tolerance: float
     more than rounding.
 
     Args:
-        unchunked, chunked: [..., B, T, h], the results of the two runs: outputs, or gradients of the
-            input.
+        unchunked, chunked: [..., B, T, h], the results of the two runs: outputs, or gradients of
+            the input.
         residual: [..., B, T, h], what the residual connection adds to both results. This is the
             layer's input if outputs are compared, and the gradient of the output if gradients are.
         tolerance: the largest difference, relative to the norm of `unchunked - residual`.
@@ -70,8 +70,8 @@ def all_agree(
     run has gradients.
 
     Args:
-        unchunked, chunked: the results of the two runs: the output [..., B, T, h] and, if the output
-            has a graph, the gradient of the input [..., B, T, h]. Further gradients are not
+        unchunked, chunked: the results of the two runs: the output [..., B, T, h] and, if the
+            output has a graph, the gradient of the input [..., B, T, h]. Further gradients are not
             compared.
         residuals: the input and the gradient of the output, both [..., B, T, h].
         dtype: the result of `coarsest_dtype`.

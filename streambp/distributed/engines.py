@@ -37,7 +37,9 @@ exchange.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
+import operator
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -198,16 +200,15 @@ def contents_of(module: nn.Module) -> tuple[list[nn.Module], list[nn.Parameter]]
     for example, are searched in both. A module or parameter that is used twice appears twice. This
     takes a third of the time of `modules()` and `parameters()`."""
     parameters_table, _, modules_table = MODULE_TABLES
-    modules = [module]
-    parameters: list[nn.Parameter] = []
+    is_not_none = functools.partial(operator.is_not, None)
+    modules: list[Any] = [module]
+    parameters: list[Any] = []
     for inner in modules:  # the loop appends to this list
         attributes = inner.__dict__
         if attributes[modules_table]:
-            children = attributes[modules_table].values()
-            modules += [child for child in children if child is not None]
+            modules += filter(is_not_none, attributes[modules_table].values())
         if attributes[parameters_table]:
-            own_parameters = attributes[parameters_table].values()
-            parameters += [p for p in own_parameters if p is not None]
+            parameters += filter(is_not_none, attributes[parameters_table].values())
     return modules, parameters
 
 

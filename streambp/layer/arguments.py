@@ -155,7 +155,7 @@ class Arguments:
             ("a graph", torch.is_grad_enabled()),
         ]
         self.kind = frozenset((*kinds, ("packed rows", packed_rows is not None), ("state", state)))
-        # Shared by all passes over a chunk; by its bounds, whose hash is faster than a Chunk's.
+        # All passes over a chunk share its arguments. A tuple's hash is faster than a Chunk's.
         self._parts: dict[tuple[int, int], dict[str, Any]] = {}
         self._documents: Documents | None = None
 
