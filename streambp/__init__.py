@@ -39,7 +39,11 @@ NAME_MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name of `__all__`, or a module of the package, on first access."""
+    """Import a name of `__all__`, or a module of the package, on first access, and return it.
+
+    Raises:
+        AttributeError: `name` is neither.
+    """
     if name in NAME_MODULES:
         return getattr(importlib.import_module(f"{__name__}.{NAME_MODULES[name]}"), name)
     if name.startswith("_") or importlib.util.find_spec(f"{__name__}.{name}") is None:
@@ -48,7 +52,8 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """List the names for completion in a notebook."""
+    """List the names that `dir(streambp)` and completion in a notebook show, before their import
+    too."""
     return sorted({*globals(), *__all__, "head", "integrations", "losses", "planner", "verify"})
 
 

@@ -73,7 +73,7 @@ def add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
 
 def _can_sum_in_float32(x: Tensor) -> bool:
     """True if x's device can multiply half-precision matrices and add the product to a float32
-    tensor."""
+    tensor. x [...] is one of the matrices; True on meta, which is computed like CUDA."""
     if x.is_meta:
         return True
     return x.is_cuda and torch.version.hip is None and not torch.cuda.tunable.is_enabled()
@@ -91,7 +91,7 @@ class GradientSum:
         is_single_chunk: True if there is one chunk. Each parameter then gets one gradient, which is
             returned without a sum.
         index_by_alias: index of each parameter by id() of the detached alias that is differentiated
-            in its place.
+            in its place. The code that differentiates sets the dict; `adder` reads the dict.
     """
 
     def __init__(self, count: int, parts: int) -> None:
@@ -140,8 +140,8 @@ class GradientSum:
         return add
 
     def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the weight [out, in] in `dtype`, cast once for all chunks of a backward pass, as
-        autocast's cache does in forward."""
+        """Return the weight [out, in] in `dtype`. The cast is computed once for all chunks of a
+        backward pass and stored in this object, as autocast's cache does in forward."""
         key = (id(weight), dtype, torch.is_grad_enabled())
         if key not in self._casts:
             self._casts[key] = weight.to(dtype)

@@ -31,7 +31,7 @@ def amount_parser(
 
     Args:
         parse_number: function of (field name, text) that returns the number, or raises ConfigError.
-        longest: True if "max" is accepted too, and returned as it is.
+        longest: True if the text "max" is accepted too, and returned as text.
     """
 
     def parse(text: Any) -> Any:
@@ -59,7 +59,8 @@ def number_parser(
     Args:
         low: smallest value.
         high: largest value; None: no limit.
-        integers_only: True to allow integers only.
+        integers_only: True: allow integers only. False: allow any finite number, and return a
+            float.
     """
     expected = f"a {'whole ' if integers_only else ''}number from {low}" + (
         "" if high is None else f" to {high:g}"
@@ -79,7 +80,7 @@ def number_parser(
 
 def choice_option(*names: Any) -> dict[str, Any]:
     """Return keyword arguments for typer's `Option`, for an option whose value must be one of
-    `names`."""
+    `names`. The parsed value is the member of `names`, of any type, whose text was given."""
 
     def parse(text: Any) -> Any:
         for name in names:
@@ -97,12 +98,12 @@ def choice_option(*names: Any) -> dict[str, Any]:
 
 
 def parse_command_line(app: typer.Typer, words: Sequence[str], program: str) -> Any:
-    """Run a command line and return the result of the command's function.
+    """Parse a command line, run its command, and return the result of the command's function.
 
     If the line asks for help or for the version, print the answer and return the exit code instead.
 
     Args:
-        app: the commands.
+        app: the typer application, which has the commands.
         words: the words of the line after the program's name.
         program: the program's name.
 

@@ -1,5 +1,5 @@
-"""Replace a layer's KV cache while the layer computes one chunk: count positions, and return K and
-V of all tokens so far."""
+"""Replace a layer's KV cache while the layer computes one chunk: report the chunk's positions, and
+return K and V of all tokens up to the chunk's end."""
 
 from __future__ import annotations
 
@@ -75,7 +75,12 @@ class ChunkCache:
 
 class LayerKeys:
     """Item of `ChunkCache.layers`, which reports the number of keys of the chunk's cache but stores
-    no keys."""
+    no keys. Indexing the object returns the object itself.
+
+    Args:
+        cache: the chunk's cache.
+        number: number of keys to report.
+    """
 
     def __init__(self, cache: ChunkCache, number: int) -> None:
         self._cache = cache

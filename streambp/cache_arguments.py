@@ -56,7 +56,7 @@ def is_cache_class(kind: Hashable) -> bool:
 
 
 def is_cache(value: Any) -> bool:
-    """True if the value is a cache of keys, values or recurrent states."""
+    """True if the value is a cache of keys, values or recurrent states, by its class."""
     kind: Any = type(value)
     return value is not None and is_cache_class(kind)
 
@@ -193,7 +193,7 @@ def _attribute_reads(code: CodeType) -> Iterator[tuple[str, str]]:
 
 def _variable_read(step: dis.Instruction) -> Any:
     """Return the name of the variable that a bytecode instruction reads; None if it reads none. An
-    instruction of Python 3.13 may read two variables: the last one is returned."""
+    instruction of Python 3.13 may read two variables; the second is then returned."""
     if not step.opname.startswith(VARIABLE_READ_OPS):
         return None
     if isinstance(step.argval, tuple):  # Python 3.13 reads two variables in one instruction

@@ -1,4 +1,5 @@
-"""Plan how a sequence is cut into chunks. Integers only, except a chunk's part of a tensor."""
+"""Plan how a sequence is cut into chunks. Only `Chunk.part` handles tensors; all other code
+computes with integers."""
 
 from __future__ import annotations
 
@@ -54,16 +55,24 @@ Forks = tuple[tuple[int, int], ...]  # pairs (start, origin), see `ChunkPlan`
 
 @dataclasses.dataclass(frozen=True)
 class Barrier:
-    """Range `[first, last]` of forbidden chunk ends. A query before such an end reads a key behind
-    it, or the next chunk would begin with the last token of a document."""
+    """Range of positions at which no chunk may end: `first`, `last` and all between. A chunk
+    [start, stop) ends at `stop`, the position behind its last token.
+
+    A query before such an end would read a key behind the end, or the next chunk would begin with
+    the last token of a document.
+
+    Attributes:
+        first: the first forbidden end.
+        last: the last forbidden end.
+    """
 
     first: int
     last: int
 
 
 def merge_barriers(barriers: Iterable[Barrier]) -> tuple[Barrier, ...]:
-    """Return the same forbidden chunk ends as increasing barriers. Barriers that overlap or touch
-    become one."""
+    """Return barriers with the same forbidden chunk ends in increasing order. Barriers that overlap
+    or are adjacent are merged."""
     result: list[Barrier] = []
     for barrier in sorted(barriers, key=lambda barrier: barrier.first):
         if result and barrier.first <= result[-1].last + 1:
@@ -75,12 +84,12 @@ def merge_barriers(barriers: Iterable[Barrier]) -> tuple[Barrier, ...]:
 @dataclasses.dataclass(frozen=True)
 class ChunkPlan:
     """Division of a sequence of `length` positions into chunks: each of `size` positions, or with
-    given ends.
+    given ends. The object is a sequence of its `Chunk`s.
 
     Args:
         length: the number of positions.
-        size: the requested size; the last chunk is the rest. Chunks with given `ends` may be
-            longer.
+        size: requested number of positions of a chunk; the last chunk may be shorter. Chunks with
+            given `ends` may have other sizes.
         ends: increasing chunk ends, the last is `length`; (): a chunk ends every `size` positions.
         forks: pairs (start, origin), for rows that share a prefix in one packed row. The chunk that
             starts at `start` continues from the chunk that ends at `origin`. If origin is 0, the
@@ -127,8 +136,8 @@ class ChunkPlan:
 
     @functools.cached_property
     def predecessors(self) -> tuple[int | None, ...]:
-        """Return for each chunk the index of the chunk from which it continues; None: the chunk
-        begins a sequence."""
+        """Return for each chunk the index of the chunk from which it continues: the previous chunk,
+        unless `forks` names another. None: the chunk begins a sequence."""
         ending = {end: index for index, end in enumerate(self.ends)}
         origins = dict(self.forks)
         return tuple(ending.get(origins.get(chunk.start, chunk.start)) for chunk in self)
@@ -156,11 +165,12 @@ class ChunkPlan:
         """Return a plan whose chunks do not end at the positions that `barriers` forbid.
 
         Each chunk is as long as allowed, at most `size`: its end moves back to the nearest allowed
-        position, and the next chunk begins there. If there is none after the chunk's start, the end
-        moves forward, and the chunk is longer than `size`.
+        position, and the next chunk begins there. If no position after the chunk's start is
+        allowed, the end moves forward, and the chunk is longer than `size`.
 
         Args:
-            barriers: increasing, disjoint and non-adjacent.
+            barriers: ranges of forbidden chunk ends, in increasing order, neither overlapping nor
+                adjacent.
         """
         starts = [barrier.first for barrier in barriers]
         ends: list[int] = []
@@ -177,11 +187,12 @@ class ChunkPlan:
         return ChunkPlan(self.length, self.size, tuple(ends))
 
     def split_at_forks(self, forks: Forks, min_size: int) -> ChunkPlan:
-        """Return a plan for a packed row in which several batch rows share prefixes. A chunk ends
-        at the end of each prefix, and before each position where a batch row branches off.
+        """Return a plan for a packed row: several rows of a batch one after the other, with each
+        common prefix only once. A chunk ends at the end of each prefix, and before each position at
+        which a row continues from a prefix.
 
-        Between these ends chunks end after every `size` positions, if at least `min_size` positions
-        remain.
+        Between these ends chunks end after every `size` positions of this plan, if at least
+        `min_size` positions remain.
 
         Args:
             forks: pairs (start, origin): the chunk that starts at `start` continues from the prefix
@@ -197,7 +208,7 @@ class ChunkPlan:
         return ChunkPlan(self.length, self.size, tuple(ends), forks)
 
     def with_min_tokens(self, tokens: int) -> ChunkPlan:
-        """Return a plan whose chunks have at least `tokens` positions.
+        """Return a plan whose chunks have at least `tokens` positions, if the sequence has as many.
 
         Chunk ends that are too close to the previous end, or to the sequence's end, are left out.
         """
@@ -226,8 +237,8 @@ def plan_chunks(length: int, batch_size: int, chunk_size: int | Literal["auto"])
     Args:
         length: number of positions.
         batch_size: number of rows.
-        chunk_size: positions of a chunk. "auto": a number that depends on the length and the rows,
-            see `AUTO_RULE`.
+        chunk_size: positions of a chunk. "auto": an eighth of the sequence, between 2,048 and 8,192
+            tokens over all rows, rounded down to a power of two in each row.
     """
     if chunk_size == "auto":
         tokens = min(max(-(-length * batch_size // AUTO_CHUNKS), AUTO_MIN_TOKENS), AUTO_MAX_TOKENS)
@@ -242,7 +253,7 @@ def pick_chunk_size(seq_len: int, chunk_size: int | None = None) -> int:
     """Return a chunk size for a test of chunked computation: seq_len is cut into at least four
     chunks, and the last chunk is shorter.
 
-    If `chunk_size` is given, it is checked and returned.
+    If `chunk_size` is given, it is checked by the same conditions and returned.
 
     Raises:
         ConfigError: `chunk_size` gives fewer than four chunks or a last chunk of the same size, or

@@ -28,14 +28,15 @@ class StreamConfig:
             the keys and values. Globs name Linear modules relative to the layer ("mlp.gate_proj",
             "mlp.*"); their outputs are saved where backward reads them. "attn_out@12" saves in the
             last 12 layers alone, whose backward comes first. "auto" saves, layer by layer, as much
-            as the device's free memory allows, and decides anew in each forward. A micro-batch
-            then runs unpatched if its activations fit into four fifths of that memory, see
+            as the device's free memory allows, and decides anew in each forward. A micro-batch then
+            runs unpatched if its activations fit into four fifths of that memory, see
             `unpatched_runs`. If tensors are offloaded, "auto" saves as much as the link to the host
             can carry during the compute.
         attention: the kernels of attention. "auto" takes the fastest kernel that can compute the
             model's attention. "cudnn" is cuDNN's fused attention on CUDA. "flash" is FlashAttention
             on CUDA and the fused kernel on CPU. "math" is plain matrix products on any device.
         head: compute the loss block by block if labels are given, and never build the logits.
+            False: build the logits in every call.
         eval_logits: build the logits as well if labels are given in eval mode (for
             `compute_metrics`).
         lazy_logits: return logits that are computed on use (`LazyLogits`); a call with labels
@@ -58,9 +59,9 @@ class StreamConfig:
             computation come on top. None: keys and values stay on the device, and all saved tensors
             leave; with offload="auto", the budget is the memory that the device had left in the
             first step.
-        on_host_full: a tensor that does not fit into `host_memory`: "keep" leaves it on the device,
-            "recompute" recomputes it in backward (a layer's input stays on the device), "raise"
-            raises.
+        on_host_full: treatment of a tensor without room in `host_memory`. "keep": the tensor stays
+            on the device. "recompute": backward recomputes the tensor, but a layer's input stays on
+            the device. "raise": raise an error.
         documents: packed documents in recurrences and convolutions. "from_positions": states
             restart where position_ids do not grow by one, like attention, unless the call has an
             attention_mask, seq_idx or cu_seq_lens_q. "as_given": states restart where seq_idx and
@@ -83,9 +84,9 @@ class StreamConfig:
             CPU), or "own" on a machine without a compiler. Kernels are set on this model's modules,
             and `unpatch` removes them. The results of Liger's and of compiled kernels are rounded
             at other points than the model's, in the same dtypes.
-        unpatched_runs: allow a micro-batch to run unpatched with saves="auto", which is fastest.
-            False: each micro-batch is computed in chunks. Then no result depends on the free
-            memory, and a backward that runs out of memory is repeated.
+        unpatched_runs: allow a micro-batch to run unpatched, which is fastest, if saves="auto" and
+            its activations fit. False: each micro-batch is computed in chunks. Then no result
+            depends on the free memory, and a backward that runs out of memory is repeated.
         compare_backward: compare each layer that backward recomputes with the forward, and raise if
             the two differ. [Note: witness]
         share_prefixes: the former name of `rows`. True is rows="packed", False rows="as_given". The
@@ -121,24 +122,26 @@ class StreamConfig:
 
     @property
     def always_moves(self) -> bool:
-        """True if saved tensors go to the host in each step."""
+        """True if layer inputs and saved tensors are moved to host memory in each step."""
         return self.offload in ("cpu", "auto")
 
     @property
     def may_move(self) -> bool:
-        """True if saved tensors go to the host in steps that are then faster.
-        [Note: host by seconds]"""
+        """True if layer inputs and saved tensors are moved to host memory only in steps that are
+        then faster by prediction, or would not fit otherwise. [Note: host by seconds]"""
         return self.offload == "if_faster" and self.saves == "auto" and self.weights == "device"
 
     @property
     def products(self) -> tuple[str, ...]:
-        """Return the names in `saves` that are globs for Linear modules."""
+        """Return the names in `saves` that are globs for Linear modules, such as "mlp.*", without a
+        suffix like "@12"."""
         names = (name.partition(LAST_LAYERS_SEPARATOR)[0] for name in self.named_saves)
         return tuple(name for name in names if name not in SAVES)
 
     @functools.cached_property
     def named_saves(self) -> tuple[str, ...]:
-        """Return the names in `saves`; () for "auto"."""
+        """Return the names in `saves` as given ("attn_out@12", for example); () if `saves` is
+        "auto"."""
         return () if self.saves == "auto" else tuple(self.saves)
 
     def of_layer(self, left: int) -> StreamConfig:
@@ -211,7 +214,7 @@ def config_of(values: Mapping[str, Any], source: str, base: StreamConfig) -> Str
 
     Args:
         values: values by field name.
-        source: origin of the values, for the error message.
+        source: origin of the values, such as a file's name, for the error message.
         base: the configuration to change.
 
     Raises:

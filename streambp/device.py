@@ -22,8 +22,8 @@ T = TypeVar("T")
 def is_accelerator(device: torch.device) -> bool:
     """True if a device runs asynchronously, in streams that `torch.accelerator` supports.
 
-    CUDA, ROCm and Intel devices have such streams. Apple's devices have a single stream, in which
-    copies and kernels run one after the other.
+    CUDA, ROCm and Intel devices have such streams. False for a CPU and for Apple's devices. The
+    latter have a single stream, in which copies and kernels run one after the other.
     """
     if device.type == "cpu":
         accelerator = None
@@ -53,7 +53,7 @@ def memory_limit(device: torch.device) -> int:
     reserved already.
 
     The limit is the smaller of two: the grant of `torch.cuda.set_per_process_memory_fraction`, and
-    the memory that other processes leave, such as an inference server.
+    the memory that other processes (an inference server, for example) leave free.
     """
     if device.type != "cuda":
         free, total = torch.accelerator.get_memory_info(device)
@@ -87,8 +87,8 @@ def allocator_bytes(device: torch.device, kind: Literal["allocated", "reserved",
 def names_other_device(x: Tensor, arguments: Iterable[Any]) -> bool:
     """True if the arguments of a call x.to(...) name another device than the device of x [...].
 
-    A number means an accelerator. A device type without a number means the current device, as in
-    `x.to`.
+    A number means the accelerator of this number. A device type without a number means the current
+    device, as in `x.to`.
 
     Args:
         x: the tensor.
@@ -175,8 +175,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def make_room(device: torch.device, allocators: bool) -> None:
-    """Free the memory that a failed attempt still uses, before a retry. Errors for lack of memory
-    are ignored.
+    """Free the memory that a computation still uses after it ran out of device memory, before the
+    computation is repeated. Out-of-memory errors of this function are ignored.
 
     A backward that fails inside another backward leaves tasks in autograd's queue for the device.
     Such a task keeps the failed backward's graph alive until another inner backward runs, so this
@@ -185,7 +185,8 @@ def make_room(device: torch.device, allocators: bool) -> None:
 
     Args:
         device: the device without memory.
-        allocators: True if torch's own allocator raised, which has emptied its cache already.
+        allocators: True if torch's own allocator raised the error and so has emptied its cache
+            already; False: empty the cache here.
     """
     with contextlib.suppress(*MEMORY_ERRORS):
         if torch._C._current_graph_task_id() != -1:
@@ -221,7 +222,7 @@ def passes_kernel_module(error: BaseException) -> bool:
 
 
 def autocast_dtype(device: str) -> torch.dtype | None:
-    """Return autocast's dtype for this device type; None if autocast is off."""
+    """Return autocast's dtype for a device type such as "cuda"; None if autocast is off."""
     if not torch._C._is_any_autocast_enabled():
         return None
     on = knows_autocast(device) and torch.is_autocast_enabled(device)
@@ -234,7 +235,7 @@ DTYPE_OF_PRECISION = {"tf32": torch.float16, "bf16": torch.bfloat16}
 
 def matmul_dtype(device: str) -> torch.dtype | None:
     """Return a dtype with the precision in which matrix products of float32 tensors may be computed
-    on this device type, for example float16 for TF32. None: full float32.
+    on a device type such as "cuda": float16 for TF32, bfloat16 for bf16. None: full float32.
 
     The program sets this precision (`torch.set_float32_matmul_precision`, `allow_tf32`).
     """
@@ -243,7 +244,8 @@ def matmul_dtype(device: str) -> torch.dtype | None:
 
 
 def without_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
-    """Return a context manager that disables autocast for this device type."""
+    """Return a context manager that disables autocast for a device type such as "cuda", if autocast
+    is on."""
     if autocast_dtype(device) is None:
         return contextlib.nullcontext()
     return torch.autocast(device, enabled=False)
@@ -263,7 +265,13 @@ DEVICES_WITHOUT_GENERATOR = ("cpu", "meta")  # devices whose random state is the
 
 class RandomState(NamedTuple):
     """State of torch's random generators, of the CPU and of one device, to draw the same numbers
-    again."""
+    again.
+
+    Attributes:
+        cpu: state of the CPU's default generator.
+        device: the device.
+        accelerator: state of the device's generator; None if the device is a CPU or meta.
+    """
 
     cpu: torch.Tensor
     device: torch.device
@@ -308,7 +316,7 @@ class RandomState(NamedTuple):
 
 
 def run_and_watch_draws(run: Callable[[], T], device: torch.device) -> tuple[T, bool]:
-    """Return `run()`, and True if it drew random numbers.
+    """Return the result of `run()`, and True if `run` drew random numbers from torch's generators.
 
     Args:
         run: a forward.

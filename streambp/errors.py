@@ -33,13 +33,13 @@ class UnsupportedModelError(StreamBPError):
 
 
 class UnsupportedMaskError(StreamBPError):
-    """The attention mask lets a query read later keys wherever the sequence is cut, or does not fit
-    the sequence."""
+    """The attention mask does not fit the sequence, or allows no cut into chunks: at every position
+    an earlier query reads a later key."""
 
 
 class UnsharedError(StreamBPError):
-    """Rows with a common prefix cannot be computed as one packed row. The library catches this
-    error and computes the rows separately."""
+    """Rows with a common prefix cannot be computed as one packed row with a single copy of the
+    prefix. The library catches this error and computes the rows separately."""
 
 
 class BackwardError(StreamBPError):
@@ -47,7 +47,8 @@ class BackwardError(StreamBPError):
 
 
 class HostMemoryError(StreamBPError):
-    """The host memory that offloading may use is too small."""
+    """The host memory that offloading may use is too small for saved tensors, or for weights and
+    their gradients."""
 
 
 class KernelError(StreamBPError):

@@ -26,7 +26,8 @@ def check_fields(instance: Any, **ranges: float | tuple[float, float]) -> None:
 
     Args:
         instance: the dataclass instance.
-        ranges: for each field name the smallest value, or a pair of smallest and largest.
+        ranges: smallest allowed number by field name, or a pair of smallest and largest; other
+            fields have no range.
 
     Raises:
         ConfigError: a value has another type, is not finite, or is out of range.

@@ -61,7 +61,7 @@ def foreign_forward(
     module_class: type[nn.Module], forward: Callable[..., Any] | None = None
 ) -> str | None:
     """Return the full name of a function that another library (Liger, for example) has put in place
-    of a module's forward; None if the module runs its own.
+    of a module's forward; None if the module runs its own forward.
 
     Args:
         module_class: the module's class. A user's subclass of a transformers model is not another
@@ -85,7 +85,7 @@ def foreign_forward(
 @functools.lru_cache
 def foreign_of_class(module_class: Any, forwards: tuple[Any, ...]) -> str | None:
     """Return the full name of a function that another library has put in place of the forward of a
-    class or its bases; None if the class runs its own. The result is cached.
+    class or its bases. None if the class runs its own forward. The result is cached.
 
     Args:
         module_class: the class.
@@ -122,8 +122,8 @@ TRLS_SETTINGS = (TRLS_FORWARD, TRLS_TEMPERATURE, TRLS_IN_FLOAT32, TRLS_OUTPUTS)
 
 
 def trls_head(function: Any) -> dict[str, Any] | None:
-    """Return the variables in the closure of a forward that TRL's `add_fused_lm_head` has set, by
-    name; None for any other function.
+    """Return the closure variables of `function`, by name, if `function` is a forward that TRL's
+    `add_fused_lm_head` has installed; None for any other function.
 
     The variables are TRL's arguments and the inner forward, which are not available otherwise.
     """
@@ -213,10 +213,10 @@ def compiled_module_names(
     The set is empty if all compiled modules outside of the layers run eagerly; None if no module
     outside of the layers is compiled.
 
-    A compiled module runs eagerly if it contains a module of `ours`. A copy of the model, as
-    accelerate's regional compilation makes, computes with the patched modules; compiled modules
-    that exist only in the copy are not returned. A compiled output projection is not returned
-    either, because only its weight is read.
+    A compiled module runs eagerly if it is a module of `ours`, or contains one. A copy of the
+    model, as accelerate's regional compilation makes, computes with the patched modules; compiled
+    modules that exist only in the copy are not returned. A compiled output projection is not
+    returned either, because only its weight is read.
 
     Args:
         model: the program's model.
@@ -349,7 +349,8 @@ def torch_function_of(func: Any) -> Any:
 
 
 def rule_name(func: Any) -> str:
-    """Return the name of a torch function by which its rule for lazy tensors is found.
+    """Return the name of a torch function, by which its rule for lazy tensors is found. A lazy
+    tensor is computed when it is read.
 
     Other functions, such as custom operators, get a name for which no rule exists.
     """

@@ -58,6 +58,12 @@ from streambp.known_names import ACCELERATE_FORWARD, ACCELERATE_HOOK, ACCELERATE
 class ModelAccess(contextlib.AbstractContextManager["ModelAccess"]):
     """Context manager in which a thread may compute with a patched model, for a forward or a
     layer's backward; created by `StepOwner.enter`. Nested uses by the same thread share one object.
+
+    Attributes:
+        owner: the lock of the model.
+        thread: identifier of the thread.
+        task: number of autograd's backward in which the object was created; -1: in no backward.
+        depth: number of nested uses that have not ended.
     """
 
     owner: StepOwner
@@ -76,8 +82,9 @@ class StepOwner:
 
     Attributes:
         lock: protects `current`; re-entrant, because a signal handler may acquire `lock` too.
-        current: weak reference to the running use; None: no use. A use that an exception left
-            behind ends when its frames are freed.
+        current: weak reference to the `ModelAccess` that was created last; None: none was created.
+            The model is in use while the object exists and its `depth` is above 0. An access that
+            an exception left open ends when its frames are freed.
     """
 
     lock: Any = dataclasses.field(default_factory=threading.RLock)
@@ -91,8 +98,8 @@ class StepOwner:
         """Return a context manager in which the calling thread may compute with the model.
 
         Args:
-            began: the use that ran the forward of this backward, because autograd may run backward
-                in another thread. None in a forward.
+            began: reference to the `ModelAccess` of the forward, if a backward calls, because
+                autograd may run backward in another thread; None in a forward.
 
         Raises:
             StreamBPError: another thread is computing with the model.
@@ -129,6 +136,10 @@ class UnboundForward:
 
     accelerate's mixed precision needs such a function. Mixed precision takes the function out of a
     bound method, wraps the function, and binds the result to the module or to a copy of the module.
+
+    Args:
+        index: position of the replacement in the module's list of replacements.
+        signature: signature of the replaced forward, without the module.
     """
 
     def __init__(self, index: int, signature: inspect.Signature) -> None:
@@ -202,7 +213,8 @@ def _forward_attribute(module: nn.Module) -> str:
 
 def reduce_unpatched(module: nn.Module, protocol: Any) -> Any:
     """Return the result of `__reduce_ex__` for a patched module, without the patch if `torch.save`
-    is the caller. Copies and other pickles include the patch.
+    is the caller. Copies and other pickles include the patch. `protocol` is the argument of
+    `__reduce_ex__`.
 
     A partial of this function is set as `__reduce_ex__` on patched modules.
     """
@@ -235,10 +247,10 @@ class InstanceForward:
     Attributes:
         module: the module.
         slot: name of the replaced attribute, usually "forward".
-        stood: the forward that was set on the instance before; None: the class's forward.
-        unwrapped: the forward that accelerate's mixed precision wraps in `stood`; None: `stood` is
+        replaced_forward: the forward that was set on the instance before; None: the class's forward.
+        unwrapped: the forward that accelerate's mixed precision wraps in `replaced_forward`; None: `replaced_forward` is
             no such wrapper.
-        order: this object's position among all replacements of the same `patch`.
+        order: this object's position among all replacements in the same patched model.
         retired: True if `remove` was called while another library's wrapper, such as accelerate's
             mixed precision, was around this forward. This object then stays inside of the wrapper
             and calls the original forward.
@@ -248,7 +260,7 @@ class InstanceForward:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.slot = _forward_attribute(module)
-        self.stood: Callable[..., Any] | None = module.__dict__.get(self.slot)
+        self.replaced_forward: Callable[..., Any] | None = module.__dict__.get(self.slot)
         self.unwrapped: Any = module.__dict__.get(ACCELERATE_ORIGINAL)
         self.retired = False
         self.index = self.order = 0
@@ -290,15 +302,15 @@ class InstanceForward:
             self.unwrapped is not None
             and self.module.__dict__.get(ACCELERATE_ORIGINAL) is not self.unwrapped
         ):
-            self.stood = self.unwrapped
+            self.replaced_forward = self.unwrapped
             self.unwrapped = None
-        return self.stood
+        return self.replaced_forward
 
     def original(self, *args: Any, **kwargs: Any) -> Any:
         """Call the replaced forward: the one that was set on the instance before, or the
         class's."""
         if self.unwrapped is None:
-            previous = self.stood
+            previous = self.replaced_forward
         else:
             previous = self.previous
         if previous is not None:
@@ -329,8 +341,8 @@ class InstanceForward:
         )
 
     def is_replacement(self, forward: Any) -> bool:
-        """True if `forward`, the value of a module's attribute, is this object or a bound method of
-        it."""
+        """True if `forward`, the value of a module's attribute, is this object or a method bound to
+        this object."""
         if isinstance(forward, MethodType):
             return (
                 isinstance(forward.__func__, UnboundForward | InstanceForward)
@@ -339,8 +351,8 @@ class InstanceForward:
         return forward is self
 
     def remove_from_attributes(self, attributes: dict[str, Any]) -> None:
-        """Remove this object from a copy of the module by changing the copy's attributes: the
-        replaced forward is set again.
+        """Remove this object from a copy of the module, by changing the copy's attributes. The copy
+        gets the forward that this object replaced.
 
         Args:
             attributes: the copy's `__dict__`.
@@ -378,24 +390,21 @@ class WeakSequence(Sequence[T], Generic[T]):
     def __init__(self, items: Iterable[T] = ()) -> None:
         self._items = [weakref.ref(item) for item in items]
 
-    def _referents(self) -> list[T]:
-        referents = [item() for item in self._items]
-        return [referent for referent in referents if referent is not None]
-
     def __iter__(self) -> Iterator[T]:
-        return iter(self._referents())
+        referents = [item() for item in self._items]
+        return iter([referent for referent in referents if referent is not None])
 
     def __len__(self) -> int:
-        return len(self._referents())
+        return sum(item() is not None for item in self._items)
 
     def __getitem__(self, index: Any) -> Any:
-        return self._referents()[index]
+        return list(iter(self))[index]
 
     def __reduce__(self) -> Any:
         return WeakSequence, ()
 
     def enter(self, item: T, order: Any) -> None:
-        """Insert an object in order.
+        """Insert an object, and sort the sequence by `order`.
 
         Args:
             item: the object.
@@ -406,8 +415,16 @@ class WeakSequence(Sequence[T], Generic[T]):
 
 class PatchedModuleRef:
     """Weak reference to the module that was passed to `patch`. Calling the object returns the
-    module. If that module is deleted, the reference changes to the largest remaining module with a
-    replaced forward; None if there is none."""
+    module.
+
+    `patch` registers each module with a replaced forward by the method `enter`. If the referenced
+    module is deleted, the call refers to another one from then on: the registered module with the
+    most submodules. The call returns None if no registered module remains.
+
+    Args:
+        module: the module; None: the reference is empty, as in a copied or pickled patch. The
+            method `name` sets the module later.
+    """
 
     def __init__(self, module: nn.Module | None = None) -> None:
         self._reference = None if module is None else weakref.ref(module)

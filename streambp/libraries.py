@@ -33,8 +33,9 @@ NEWEST_TESTED_RELEASES = {
 
 @contextlib.contextmanager
 def require_library(library: str) -> Iterator[None]:
-    """Context manager around the import of an optional library. An ImportError becomes an error
-    with a remedy in its message.
+    """Context manager around the import of an optional library. If `library` (its import name) is
+    not installed, the error's message has a remedy. If the library is newer than the tested
+    releases, warn.
 
     Raises:
         MissingLibraryError: the library is not installed; the message has the command that installs

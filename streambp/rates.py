@@ -53,8 +53,8 @@ class Rates:
         peers: bytes/s of a GPU to other GPUs of its node, and from them at the same time; a guess.
         network: bytes/s of a GPU between nodes.
         node: GPUs in one node.
-        assumed: True if the user named no device. These are then the rates of a usual device with
-            about the requested memory.
+        assumed: True if the user named no device. The rates are then those of a usual device with
+            about the memory for which the user plans.
     """
 
     name: str
@@ -89,13 +89,15 @@ def _row(
     peers: float = 360,
     network: float = 42.5,
 ) -> Rates:
-    """Return the `Rates` of a device from the units of a table.
+    """Return the `Rates` of a device (FLOP/s, bytes/s) from numbers in the units of the table
+    `RATE_TABLE`.
 
     Args:
         name: the device's name.
-        products, forward, backward: TFLOP/s.
-        bandwidth: TB/s.
-        link, peers, network: GB/s.
+        products, forward, backward: TFLOP/s of matrix products, attention forward and attention
+            backward.
+        bandwidth: TB/s of device memory.
+        link, peers, network: GB/s to the host, to other GPUs of a node, and between nodes.
         source: the origin of the numbers.
         guess: True if some of the numbers are guesses.
     """
@@ -238,7 +240,8 @@ def rates_by_name(name: str) -> Rates | None:
 
 
 def rates_of(name: str | Path | Rates) -> Rates:
-    """Return the `Rates` of a device by its name, or from a file that `--measure-device` wrote.
+    """Return the `Rates` of a device by its name in `DEVICES`, or from a file that `streambp plan
+    --measure-device` wrote. A `Rates` object is returned unchanged.
 
     Raises:
         ConfigError: no device has the name, and no such file exists.

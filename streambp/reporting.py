@@ -18,8 +18,8 @@ MAX_ERROR_CHARACTERS = 400  # characters of an error in a report
 
 
 def report_safely(part: Callable[..., T], *args: Any, otherwise: Callable[[str], T]) -> T:
-    """Return the result of `part(*args)`. If the call raises, return `otherwise(reason)` with the
-    error as text: a failed report must not end the program."""
+    """Return the result of `part(*args)`. If the call raises, return `otherwise(text)` with the
+    error's type and message: a failed report must not end the program."""
     try:
         return part(*args)
     except Exception as error:

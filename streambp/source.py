@@ -72,7 +72,8 @@ def _cell_content(cell: CellType) -> Any:
 def _copy_function(
     function: FunctionType, space: dict[str, Any], closure: tuple[CellType, ...] | None
 ) -> FunctionType:
-    """Return a copy of a function with other global variables and another closure."""
+    """Return a copy of a function with the global variables `space` and the closure `closure`;
+    None: no closure."""
     copied = FunctionType(
         function.__code__, space, function.__name__, function.__defaults__, closure
     )

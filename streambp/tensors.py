@@ -29,9 +29,9 @@ def check_tensors(**specifications: tuple[Any, str, DtypeKind]) -> None:
     such as "... h" or "B T".
 
     Args:
-        specifications: a tuple (argument, dimensions, kind of dtype) for each argument's name. A
-            dimension must have the same size in all arguments. "..." are any leading dimensions. An
-            argument that is None is skipped.
+        specifications: a tuple (argument, dimensions, kind of dtype) by the argument's name. A
+            dimension with the same name must have the same size in all arguments. "..." are any
+            leading dimensions, equal in all arguments. An argument that is None is skipped.
 
     Raises:
         StreamBPError: an argument is no tensor, or has another kind or shape.
@@ -78,7 +78,7 @@ def check_tensors(**specifications: tuple[Any, str, DtypeKind]) -> None:
 
 
 def _is_dtype_kind(dtype: torch.dtype, kind: DtypeKind) -> bool:
-    """True if a dtype belongs to a kind, such as floating or integer."""
+    """True if a dtype belongs to a kind: "floating", "whole" (integers, without bool) or "any"."""
     if kind == "floating":
         return dtype.is_floating_point
     return kind == "any" or not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool)
@@ -117,7 +117,7 @@ class TensorSlot:
     """Placeholder for a tensor in a copy of nested arguments, whose tensors are in a separate list.
 
     Attributes:
-        number: the tensor's index in that list.
+        number: the tensor's index in the list.
     """
 
     number: int
@@ -143,8 +143,8 @@ def rebuild(value: Any, change: Callable[[Any], Any]) -> Any:
 
 @contextlib.contextmanager
 def replace_attribute(objects: Collection[Any], name: str, values: Iterable[Any]) -> Iterator[None]:
-    """Context manager that sets the attribute `name` of several objects, each to its value in
-    `values`, and restores the attributes afterwards."""
+    """Context manager that sets the attribute `name` of several objects, each object to the value
+    at the same position in `values`, and restores the attributes afterwards."""
     previous_values = [getattr(holder, name) for holder in objects]
     try:
         for holder, value in zip(objects, values, strict=False):

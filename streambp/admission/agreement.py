@@ -21,20 +21,21 @@ EPS_FACTOR = 8  # eps of rounding, relative to the tensors themselves
 
 
 def coarsest_dtype(call: LayerCall, x: Tensor) -> torch.dtype:
-    """Return the least precise dtype, by its eps, that a layer computes in: among the dtypes of x
-    [..., B, T, h], of the layer's parameters and of autocast. Comparisons of two runs tolerate its
-    roundings.
+    """Return the dtype with the largest eps, and so the largest rounding error, in which a layer
+    computes. Candidates are the dtypes of x [..., B, T, h], of the layer's parameters and of
+    autocast. Comparisons of two runs of the layer tolerate rounding in this dtype.
 
     Args:
-        call: the call of the layer.
+        call: the layer's call on one batch, which has the layer's parameters and autocast state.
         x: the layer's input.
     """
     return call.layer_state.coarsest_dtype(x.dtype, x.device.type, call.autocast)
 
 
 def gradient_tolerance(dtype: torch.dtype) -> float:
-    """Return the tolerance for gradients, relative to their norm. The tolerance is wider than for
-    outputs in half precision. Rounding may flip a ReLU, which changes gradients more than outputs.
+    """Return the tolerance for a comparison of gradients in two runs of a layer: the norm of the
+    difference, relative to the gradients' norm. The tolerance for half precision is wider than the
+    one for outputs. Rounding in half precision may flip a ReLU, which changes gradients more.
 
     Args:
         dtype: the result of `coarsest_dtype`.
@@ -66,15 +67,15 @@ def all_agree(
     residuals: Sequence[Tensor],
     dtype: torch.dtype,
 ) -> bool:
-    """True if the outputs of two runs agree, and the gradients of their inputs. False if only one
-    run has gradients.
+    """True if the outputs of two runs of a layer are equal up to rounding, and the gradients of
+    their inputs too. False if only one run has gradients.
 
     Args:
         unchunked, chunked: the results of the two runs: the output [..., B, T, h] and, if the
             output has a graph, the gradient of the input [..., B, T, h]. Further gradients are not
             compared.
-        residuals: the input and the gradient of the output, both [..., B, T, h].
-        dtype: the result of `coarsest_dtype`.
+        residuals: pair of the layer's input and the gradient of its output, both [..., B, T, h].
+        dtype: the result of `coarsest_dtype`, which sets the tolerance.
     """
     if (len(unchunked) > 1) != (len(chunked) > 1):
         return False
@@ -87,18 +88,19 @@ def all_agree(
 def fix_expert_choices(call: LayerCall) -> Iterator[ReplayedChoices]:
     """Context manager around several test runs of a layer, so that all runs use the same experts.
     MoE routers choose experts freely in the first run, and later runs replay these choices. Yields
-    the record of the choices. [Note: choices]"""
+    the object that records the choices and the routers' scores. [Note: choices]"""
     choices = ReplayedChoices()
     with replace_attribute([call.layer_state], "choices", [choices]):
         yield choices
 
 
 def router_scores_agree(choices: ReplayedChoices | None, dtype: torch.dtype) -> bool:
-    """True if the scores of the layer's MoE routers in the latest run equal those of the first run,
-    up to rounding. Also true if nothing was recorded.
+    """True if the scores of the layer's MoE routers in the latest test run equal those of the first
+    run, up to rounding. Also true if no scores were recorded.
 
     Args:
-        choices: the recorded scores; None: nothing was recorded.
+        choices: the object that `fix_expert_choices` yields, with the scores of both runs; None: no
+            run was recorded.
         dtype: the result of `coarsest_dtype`, which sets the tolerance.
     """
     return choices is None or choices.max_distance() <= SCORE_TOLERANCE_FACTOR * TOLERANCES.get(

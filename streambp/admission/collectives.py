@@ -42,8 +42,8 @@ class CollectiveGuard(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def error(self) -> UnsupportedModelError:
-        """Return the error that names the layer and the collective, for a layer that cannot be
-        chunked."""
+        """Return the error for a layer that cannot be chunked because it calls a collective. The
+        error's message names the layer and the collective."""
         return UnsupportedModelError(
             f"{type(self.layer).__name__} makes collectives inside its forward "
             f"({self.collective_name}), as under tensor or expert parallelism (DeepSpeed's "

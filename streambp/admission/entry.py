@@ -75,17 +75,19 @@ def stream_layer(
 ) -> Any:
     """Compute a decoder layer's forward in chunks of the sequence, and return its result.
 
-    The first call with a new form of arguments tests on random tokens if chunks give the same
-    result as the full sequence. If not, such calls run unchunked, under torch's checkpoint.
+    A call has a kind: names, types and dtypes of its arguments, and the layer's structure. The
+    first call of each kind tests on random tokens if chunks give the same result as the full
+    sequence. If not, calls of this kind run unchunked, under torch's checkpoint.
 
     Args:
         layer_state: the decoder layer, with its settings and test results.
         args, kwargs: the arguments of the layer's forward.
-        rows: documents of packed rows, from position_ids, for layers that do not get them as
-            arguments. [Note: segments]
-        strategy: functions that compute the call; default: chunk by chunk.
-        forks: positions at which recurrent states continue from an earlier position, in a packed
-            row whose documents share a prefix.
+        rows: boundaries of the documents in packed rows, read from position_ids for layers with
+            recurrent states; None: no such boundaries. [Note: segments]
+        strategy: functions that compute the call; default: chunk by chunk, on one rank.
+        forks: pairs (start, origin) of positions in a packed row whose documents share a prefix.
+            Recurrent states at `start` continue from the prefix that ends at `origin`, or start
+            anew if `origin` is 0.
 
     Raises:
         UnsupportedModelError, UnsupportedMaskError, StreamBPError: the call cannot be computed
@@ -126,14 +128,14 @@ def admit(
     forks: Forks = (),
 ) -> LayerCall | CallReport:
     """Decide how a call of a decoder layer runs. Return a `LayerCall` that runs in chunks, or a
-    report with the reason for an unchunked run. The exceptions are those of `stream_layer`.
+    report with the reason for an unchunked run. Raise StreamBPError if neither would be exact.
 
     Args:
         layer_state: the decoder layer, with its settings and test results.
         args, kwargs: the arguments of the layer's forward.
-        rows: documents of packed rows, from position_ids; None: arguments mark them.
+        rows: document boundaries of packed rows, from position_ids; None: no such boundaries.
         strategy: functions that compute the layer on one rank, or with a sequence split over ranks.
-        forks: positions where recurrent states continue from an earlier one, at a shared prefix.
+        forks: pairs (start, origin): states at `start` continue from the prefix up to `origin`.
     """
     snapshot = layer_state.fingerprint.take_snapshot(layer_state.layer)
     layer_state.cached_result(_refuse_inner_fsdp)
@@ -189,7 +191,7 @@ def admit(
     # A tested kind streams. A new kind is tested first, on a few random tokens.
     if (
         findings.is_tested
-        and call.autocast in findings.seen_writing
+        and call.autocast in findings.searched_for_writes
         and layer_state.tests.covers(findings, call.plan)
     ):
         return call
@@ -200,15 +202,17 @@ def admit(
 
 
 def _test_call(call: LayerCall, rows: PackedRows | None) -> LayerCall | CallReport | None:
-    """Test a new kind of call. Return the call if it can run in chunks, or a report with the reason
-    for an unchunked run.
+    """Test the layer for a call that no earlier test covers. Return the call if it can run in
+    chunks, or a report with the reason for an unchunked run.
 
     Returns None if kernels of the layer ignore or misread the arguments that mark documents. The
-    layer's record then says so, and the caller must create the call again without these arguments.
+    layer's `tests.kernels_take_documents` is then False, and the caller must create the call again
+    without these arguments.
 
     Args:
-        call: the call in chunks.
-        rows: documents of packed rows, from position_ids, or None.
+        call: the call, not yet run.
+        rows: boundaries of the documents in packed rows, read from position_ids for layers with
+            recurrent states; None: no such boundaries.
     """
     tests = call.layer_state.tests
     failed, verdict = _test_layer(call)
@@ -228,7 +232,7 @@ def _refuse_inseparable_documents(layer_state: LayerState, rows: PackedRows) -> 
     [Note: segments]
 
     Args:
-        layer_state: the decoder layer.
+        layer_state: the decoder layer, with its settings and test results.
         rows: the documents that position_ids mark.
 
     Raises:
@@ -246,12 +250,12 @@ def _refuse_inseparable_documents(layer_state: LayerState, rows: PackedRows) -> 
 
 
 def _test_layer(call: LayerCall) -> tuple[Exception | None, Verdict]:
-    """Run the tests of a layer on a few random tokens. During the tests the layer's weights are on
-    the device, autocast is off, and collectives raise.
+    """Run the tests of a layer for this call, on a few random tokens. During the tests the layer's
+    weights are on the device, autocast is off, and collectives raise.
 
     Returns:
-        The exception that the layer raised in the test for in-place writes (None: no exception),
-        and the decision whether the call runs in chunks.
+        A pair: the exception that the layer raised in the test for in-place writes (None: no
+        exception), and the decision whether the call runs in chunks.
     """
     layer_state = call.layer_state
     if call.snapshot.hooks.ids and has_data(call.hidden_states):
@@ -287,7 +291,8 @@ def _test_layer(call: LayerCall) -> tuple[Exception | None, Verdict]:
 
 
 def _progress_text(layer_state: LayerState) -> str:
-    """Return the text about a layer's tests that is shown on a terminal."""
+    """Return the text that is shown on a terminal while a layer is tested, such as "trying layer 3
+    of 32"."""
     if layer_state.saves_policy is None:
         return f"trying layer {layer_state.index + 1}"
     return f"trying layer {layer_state.index + 1} of {layer_state.saves_policy.layers}"
@@ -298,8 +303,8 @@ def _run_tests(call: LayerCall) -> tuple[Exception | None, Verdict]:
     layer overwrites in place, and for equal results of chunks and of the full sequence.
 
     Returns:
-        The exception that the layer raised in the test for in-place writes (None: no exception),
-        and the decision whether the call runs in chunks.
+        A pair: the exception that the layer raised in the test for in-place writes (None: no
+        exception), and the decision whether the call runs in chunks.
     """
     refuse_compiled_attention(call.layer_state.layer)
     reason = why_untestable(call) or why_scaled(call.layer_state.layer)
@@ -323,11 +328,11 @@ def _run_tests(call: LayerCall) -> tuple[Exception | None, Verdict]:
 
 
 def _run_in_chunks(call: LayerCall, strategy: Strategy) -> Any:
-    """Run a call of a decoder layer in chunks and return its result, with a graph if gradients are
-    required.
+    """Run a call of a decoder layer in chunks and return its result. The result has an autograd
+    graph if grad mode is on and the input or a parameter requires a gradient.
 
     Args:
-        call: the call of the layer.
+        call: the layer's call on one batch, with its arguments and chunks.
         strategy: functions that compute the layer on one rank, or with a sequence split over ranks.
     """
     layer_state = call.layer_state
@@ -379,9 +384,10 @@ def _run_in_chunks(call: LayerCall, strategy: Strategy) -> Any:
 
 
 def _why_not_between_documents(layer_state: LayerState, arguments: Arguments) -> str | None:
-    """Return the reason, as text for `describe`, to run a layer with recurrent states unchunked:
-    chunks cannot follow the packed documents that its arguments mark (seq_idx and others). None if
-    chunks can, or if the arguments mark no documents."""
+    """Return the reason, as text for `streambp.describe`, to run a layer with recurrent states
+    unchunked. The reason is that chunks cannot follow the packed documents that its arguments
+    (seq_idx, cu_seq_lens_q) mark. None if chunks can follow the documents, or if the arguments mark
+    none."""
     documents = arguments.documents
     if documents is None:
         return None
@@ -407,11 +413,11 @@ def _why_not_between_documents(layer_state: LayerState, arguments: Arguments) ->
 
 
 def _pass_documents(layer_state: LayerState, rows: PackedRows, arguments: Arguments) -> None:
-    """Pass the documents that position_ids mark to the attention mask, and to state kernels that
-    accept document boundaries.
+    """Pass the documents that position_ids mark to the attention mask, and to kernels of recurrent
+    states that accept document boundaries.
 
     Args:
-        layer_state: the decoder layer.
+        layer_state: the decoder layer, with its settings and test results.
         rows: the documents.
         arguments: the layer's arguments, which are changed.
     """
@@ -425,7 +431,8 @@ def _pass_documents(layer_state: LayerState, rows: PackedRows, arguments: Argume
 
 
 def _refuse_inner_fsdp(layer: nn.Module) -> None:
-    """Raise if `fully_shard` was applied to a module inside the decoder layer."""
+    """Raise UnsupportedModelError if `fully_shard` was applied to a module inside the decoder
+    layer. FSDP would gather such a module once for each chunk."""
     for name, module in layer.named_modules():
         if module is not layer and is_fsdp_unit(module):
             raise UnsupportedModelError(

@@ -21,17 +21,17 @@ TOKEN_SCALE = (
 
 
 def find_values_set_once(call: LayerCall, x: Tensor, state: StateRestorer) -> list[str]:
-    """Return the names of the values that a layer sets at its first call and never again, such as a
-    scale computed from the first batch. Chunks would compute the value from the first chunk, so the
-    layer runs unchunked.
+    """Return the names of the values that a layer sets at its first call and never again; [] if
+    there are none. An example is a scale computed from the first batch. Chunks would compute the
+    value from the first chunk, so the caller runs the layer unchunked.
 
-    If `state` shows that the layer has changed a value in the test so far, the layer runs again: on
-    the same tokens, and on fewer tokens with larger values.
+    If the layer has changed a stored value in the test so far, the layer runs again. The further
+    runs get the same tokens, and fewer tokens with larger values.
 
     Args:
-        call: the call of the layer.
-        x: [..., B, t, h], random tokens.
-        state: restores the layer's stored values.
+        call: the layer's call on one batch, with its arguments and chunks.
+        x: [..., B, t, h], random hidden states.
+        state: finds stored values that have changed since the start of the test, and restores them.
 
     Raises:
         StreamingMismatchError: the layer returns different values for the same tokens.

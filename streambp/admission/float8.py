@@ -29,8 +29,9 @@ AXISWISE, DISABLED = "axiswise", "disabled"  # values of torchao's enumerations
 
 
 def why_scaled(module: nn.Module) -> str | None:
-    """Return the reason, as text for `describe`, to run a module unchunked: its float8 Linears have
-    scales for all tokens of a call. None if the module has no such Linear.
+    """Return the reason, as text for `streambp.describe`, to run a module unchunked: torchao's
+    float8 Linears inside compute a scale from all tokens of a call. A chunk would get another
+    scale. None if the module has no such Linear.
 
     Args:
         module: a decoder layer, or a whole model.
@@ -46,8 +47,8 @@ def why_scaled(module: nn.Module) -> str | None:
 
 
 def _is_float8(module: nn.Module) -> bool:
-    """True if the module is torchao's Linear for training in float8, or of a subclass, whose scales
-    may depend on all tokens."""
+    """True if the module is an instance of torchao's `Float8Linear`, a Linear for training in
+    float8, or of a subclass."""
     return any(
         base.__name__ == FLOAT8_LINEAR and package_of(base) == TORCHAO
         for base in type(module).__mro__
@@ -55,8 +56,9 @@ def _is_float8(module: nn.Module) -> bool:
 
 
 def _scales_over_tokens(module: nn.Module) -> bool:
-    """True if the module is a float8 Linear, and a scale depends on several tokens and is no power
-    of two. Also true if the configuration of another torchao release does not tell."""
+    """True if the module is a float8 Linear with a scale that depends on several tokens and is not
+    rounded to a power of two. Also true if the Linear's configuration lacks the expected fields, as
+    in another torchao release."""
     if not _is_float8(module):
         return False
     config = getattr(module, "config", None)
@@ -74,10 +76,22 @@ def _scales_over_tokens(module: nn.Module) -> bool:
 
 
 def _scales(cast: Any) -> bool:
-    """True if an operand is cast to float8; False if the product keeps its dtype."""
+    """True if an operand of a matrix product is cast to float8; False if the operand keeps its
+    dtype.
+
+    Args:
+        cast: torchao's configuration of the operand's cast.
+    """
     return not _field_equals(cast, "scaling_type", DISABLED)
 
 
 def _field_equals(cast: Any, field: str, value: str) -> bool:
-    """True if a field of a cast's configuration is the enumeration's member with this value."""
+    """True if a field contains the enum member with this value. False for any other member, or if
+    the field is missing.
+
+    Args:
+        cast: torchao's configuration of an operand's cast to float8.
+        field: name of the field.
+        value: value of the enum member, such as "disabled".
+    """
     return bool(getattr(getattr(cast, field, None), "value", None) == value)

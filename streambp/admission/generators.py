@@ -36,8 +36,8 @@ def generators_of(layer_state: LayerState, snapshot: LayerSnapshot) -> list[Gene
     `numpy.random` if third-party code runs in the layer.
 
     Args:
-        layer_state: the decoder layer.
-        snapshot: snapshot of its modules, hooks and attributes.
+        layer_state: the decoder layer, with its settings and test results.
+        snapshot: snapshot of the layer's modules, hooks and attributes.
     """
     shared = (
         layer_state.previous is not None
@@ -49,7 +49,8 @@ def generators_of(layer_state: LayerState, snapshot: LayerSnapshot) -> list[Gene
 
 
 def generator_states(generators: Sequence[Generator]) -> list[Any]:
-    """Return the generators' states for `set_generators`; torch's are uint8 tensors on the CPU."""
+    """Return the present state of each generator, in the order of `generators`. States of torch
+    generators are uint8 tensors on the CPU. `set_generators` restores the states."""
     states: list[Any] = []
     for generator in generators:
         if isinstance(generator, torch.Generator):
@@ -76,8 +77,13 @@ def set_generators(generators: Sequence[Generator], states: Sequence[Any]) -> No
 
 
 def has_drawn(generators: Sequence[Generator], states: Sequence[Any]) -> bool:
-    """True if random numbers were drawn since `generator_states` returned `states`: a generator's
-    state has changed. A layer that draws from such a generator runs unchunked."""
+    """True if random numbers were drawn from one of the generators since its state was read. A
+    layer that draws from such a generator runs unchunked.
+
+    Args:
+        generators: the generators.
+        states: the earlier result of `generator_states` for the same generators.
+    """
     return not all(
         torch.equal(earlier_state, current_state)
         if isinstance(earlier_state, Tensor)
@@ -88,8 +94,8 @@ def has_drawn(generators: Sequence[Generator], states: Sequence[Any]) -> bool:
 
 @contextlib.contextmanager
 def keep_generator_states(generators: Sequence[Generator]) -> Iterator[None]:
-    """Context manager for a test run that restores the generators' states afterwards, so that the
-    call itself draws the same numbers."""
+    """Context manager for a test run that restores the generators' states afterwards. The layer's
+    real call then draws the same numbers as without a test."""
     states = generator_states(generators)
     try:
         yield

@@ -96,8 +96,8 @@ def roots_of(layer_state: LayerState, snapshot: LayerSnapshot) -> Roots:
     runs inside.
 
     Args:
-        layer_state: the decoder layer.
-        snapshot: snapshot of its modules, hooks and attributes.
+        layer_state: the decoder layer, with its settings and test results.
+        snapshot: snapshot of the layer's modules, hooks and attributes.
     """
     hooks = [
         ("", unwrap_hook(table[number]))
@@ -118,16 +118,16 @@ def roots_of(layer_state: LayerState, snapshot: LayerSnapshot) -> Roots:
 def extend_kind(
     layer_state: LayerState, snapshot: LayerSnapshot, kind: CallKind, hidden_states: Tensor
 ) -> CallKind:
-    """Return `kind`, the key of test results, with an added entry for values that third-party code
-    inside the layer stores. A changed flag or string therefore makes the layer be tested again, and
-    so does a call with the length of a stored tensor.
+    """Return `kind`, the key of the layer's test results, with an added entry for values that
+    third-party code inside the layer stores. The layer is therefore tested again after a changed
+    flag or string, and for a call with the length of a stored tensor.
 
     `kind` is returned unchanged if no third-party code runs inside.
 
     Args:
-        layer_state: the decoder layer.
-        snapshot: snapshot of the layer at the call.
-        kind: the form of the call's arguments and the layer's structure.
+        layer_state: the decoder layer, with its settings and test results.
+        snapshot: snapshot of the layer's modules, hooks and attributes at the call.
+        kind: pairs (name, value) for the form of the call's arguments and the layer's structure.
         hidden_states: the layer's input [..., B, T, h].
     """
     roots = roots_of(layer_state, snapshot)
@@ -152,11 +152,12 @@ def extend_kind(
 def _flag(path: str, value: Any) -> list[tuple[str, Any]]:
     """Return the part of a stored value that belongs to the key of test results. The layer is
     tested again if this part changes. The part is a flag itself, True for a number other than 0, or
-    a string without its digits.
+    a string without its digits. A container's length is replaced by a constant, so that only the
+    container's existence counts.
 
     Args:
         path: the value's path from the third-party code that stores it.
-        value: a flag, number or string.
+        value: a flag, number, string or length of a container.
 
     Returns:
         [(path, part)]; [] for an entry of a list behind its first `MAX_FLAG_ENTRIES` entries.
@@ -204,8 +205,8 @@ def recomputation_context(
     stores meanwhile are removed afterwards; those of forward stay.
 
     Args:
-        layer_state: the decoder layer.
-        snapshot: snapshot of its modules, hooks and attributes.
+        layer_state: the decoder layer, with its settings and test results.
+        snapshot: snapshot of the layer's modules, hooks and attributes.
     """
     roots = roots_of(layer_state, snapshot)
     return undo_changes(roots) if roots else contextlib.nullcontext()
@@ -223,11 +224,15 @@ def restore_after(find: Callable[..., T]) -> Callable[..., T]:
 
 
 def refuse_chunk_values(forward: Callable[[LayerCall, bool], T]) -> Callable[[LayerCall, bool], T]:
-    """Wrap `forward`, the function that runs a layer in chunks: raise if third-party code stored a
-    tensor with one entry for each token of a chunk.
+    """Wrap `forward`, the function that runs a layer in chunks. The wrapper raises StreamBPError if
+    third-party code stored a tensor with one entry for each token of a chunk.
 
-    This happens if the layer's test could not detect the code. Examples are a hook registered after
-    `warm_up`, code for longer sequences only, and a switch outside of the snapshots.
+    The layer's test could not detect such code. Examples are a hook registered after `warm_up`,
+    code for longer sequences only, and code behind a flag that the layer's snapshots do not
+    contain.
+
+    Args:
+        forward: function of a call and a flag, True if tensors must be saved for backward.
     """
 
     def run(call: LayerCall, keep: bool) -> T:
@@ -255,8 +260,14 @@ def refuse_chunk_values(forward: Callable[[LayerCall, bool], T]) -> Callable[[La
 
 
 def _is_of_a_chunk(shape: Sequence[int], call: LayerCall) -> bool:
-    """True if a stored tensor of this shape may have one entry for each token of a chunk: [B, C,
-    ...] or [B * C, ...]. False if the size may be a dimension of the layer's parameters."""
+    """True if a stored tensor of this shape may have one entry for each token of a chunk:
+    [B, C, ...] or [B * C, ...]. False if the number of tokens may instead be the size of a
+    dimension of the layer's parameters.
+
+    Args:
+        shape: the tensor's shape.
+        call: the layer's call, with the chunks.
+    """
     parameter_sizes = {
         size for parameter in call.snapshot.body.parameters for size in parameter.shape
     }
@@ -270,11 +281,11 @@ def _is_of_a_chunk(shape: Sequence[int], call: LayerCall) -> bool:
 
 
 def _refuse(call: LayerCall, value_text: str) -> NoReturn:
-    """Raise the error for a value of one chunk that third-party code stored. Later calls with the
-    same arguments and hooks run unchunked.
+    """Raise StreamBPError for a value of one chunk that third-party code stored. Later calls with
+    arguments of the same form and the same hooks run unchunked.
 
     Args:
-        call: the call of the layer.
+        call: the layer's call on one batch, with its arguments and chunks.
         value_text: the value's name and shape, for the message.
     """
     layer_state = call.layer_state
@@ -296,8 +307,9 @@ def _refuse(call: LayerCall, value_text: str) -> NoReturn:
 
 
 def why_untestable(call: LayerCall) -> str | None:
-    """Return the reason, as text for `describe`, to run the layer unchunked and without a test:
-    third-party code may advance iterators, which a test cannot reset. None if a test may run."""
+    """Return the reason, as text for `streambp.describe`, to run the layer unchunked and without a
+    test. The reason is third-party code that may advance iterators, because a test cannot reset
+    iterators. None if a test may run."""
     if not roots_of(call.layer_state, call.snapshot):
         return None
     iterators = Snapshot(call.layer_state.layer).iterators()
@@ -308,11 +320,13 @@ def why_kept(call: LayerCall) -> tuple[str | None, Exception | None]:
     """Test on random tokens if the values that third-party code in a layer stores are the same in
     chunks and unchunked. [Note: kept values]
 
-    The test runs once for each kind of call, and may change `call.arguments.kind`.
+    The test runs once for each kind of call, and may change `call.arguments.kind`, the key of test
+    results.
 
     Returns:
-        The reason to run the layer unchunked, and the exception of the test. Both are None if the
-        layer may run in chunks.
+        A pair: the reason, as text for `streambp.describe`, to run the layer unchunked, and the
+        exception that the test raised. Both are None if the values are the same, or if no test is
+        needed.
     """
     layer_state, x = call.layer_state, call.hidden_states.detach()
     if not call.has_full_sequence or not has_data(x) or x.shape[-2] == 1 or not x.numel():
@@ -350,14 +364,19 @@ def why_kept(call: LayerCall) -> tuple[str | None, Exception | None]:
 
 
 def _why_kept(call: LayerCall, x: Tensor, roots: Roots, state: StateRestorer) -> str | None:
-    """Return the reason, as text for `describe`, to run the layer unchunked: the names of stored
-    values that differ between chunks and the full sequence. None if all are equal.
+    """Return the reason, as text for `streambp.describe`, to run the layer unchunked: the names of
+    stored values that differ between chunks and the full sequence. None if all are equal.
 
     Args:
-        call: the call of the layer.
+        call: the layer's call on one batch, with its arguments and chunks.
         x: hidden_states of the call, whose scale the random test tokens have.
-        roots: third-party code, and objects from which stored values are reachable.
+        roots: third-party code, and objects from which stored values are reachable, as (name,
+            object).
         state: restores the layer's state before each run.
+
+    Raises:
+        UnsupportedModelError: a stored value depends on the model's own attention, which streamed
+            layers replace.
     """
     with torch.no_grad():
         tokens, upstream = random_like(x), random_like(x)
@@ -403,15 +422,15 @@ def _why_kept(call: LayerCall, x: Tensor, roots: Roots, state: StateRestorer) ->
 
 
 def _why_kept_before(layer_state: LayerState, roots: Roots) -> str | None:
-    """Return the reason, as text for `describe`, to run calls of a new kind unchunked: third-party
-    code stored values in calls of another kind, and these values differed in chunks. None if there
-    are no such values.
+    """Return the reason, as text for `streambp.describe`, to run calls of a new kind unchunked. The
+    reason is that third-party code stored values in calls of another kind, and these values
+    differed in chunks. None if no such value is reachable.
 
     Code may store a value in some calls alone: every tenth, or where a maximum grows. Calls of a
     new kind may do so later, even if their own test stored nothing.
 
     Args:
-        layer_state: the decoder layer.
+        layer_state: the decoder layer, with its settings and test results.
         roots: objects from which the stored values are reachable, as (name, object).
     """
     if not layer_state.tests.differing:
@@ -439,7 +458,7 @@ class _StoredValuesTrial:
     mode.
 
     Args:
-        call: the call to test.
+        call: the layer's call on one batch, with its arguments and chunks.
         x: [..., B, T, h], the tokens.
         upstream: [..., B, T, h], the gradient of the layer's output.
         roots: objects in which third-party code may store values, as (name, object).
@@ -460,9 +479,9 @@ class _StoredValuesTrial:
         self.graph = torch.is_grad_enabled() and bool(differentiable) and may_have_graphs(call)
 
     def stored_values(self, run: Callable[[list[Tensor]], None]) -> dict[str, Any]:
-        """Run the layer, and return the values that third-party code stored meanwhile, in
-        attributes, containers or closures. The result is a dict from the value's path to the value. The earlier
-        values are restored afterwards.
+        """Run the layer, and return the values that third-party code stored meanwhile in
+        attributes, containers or closures. The result is a dict from the value's path to the value.
+        The earlier values are restored afterwards.
 
         Args:
             run: the method that runs the layer: `run_unchunked`, `run_in_one_chunk` or
@@ -493,11 +512,13 @@ class _StoredValuesTrial:
             return {**values, UNREACHABLE_TENSORS: unreachable} if unreachable else values
 
     def run_unchunked(self, shadows: list[Tensor]) -> None:
-        """Run the unpatched layer once, with backward if the call has one. `stored_values` then
-        collects what the layer's code stored.
+        """Run the unpatched layer once, with backward if the call has one. A call with packed
+        documents runs as in `run_in_one_chunk`, because the unpatched layer may not accept several
+        documents. `stored_values` calls this method.
 
         Args:
-            shadows: replacements of the layer's trainable parameters.
+            shadows: tensors that replace the layer's trainable parameters during the test, with
+                random numbers in place of zeros.
         """
         # the unpatched layer may not accept several documents
         if self.call.packing.marks_documents:
@@ -507,10 +528,11 @@ class _StoredValuesTrial:
 
     def run_twice(self, shadows: list[Tensor]) -> None:
         """Run the layer as in `run_unchunked`, and again on tokens that are `TOKEN_SCALE` times
-        larger, because later calls may change a stored value too.
+        larger. The second run shows values that later calls change too.
 
         Args:
-            shadows: replacements of the layer's trainable parameters.
+            shadows: tensors that replace the layer's trainable parameters during the test, with
+                random numbers in place of zeros.
         """
         self.run_unchunked(shadows)
         x = self.x
@@ -522,13 +544,21 @@ class _StoredValuesTrial:
 
     def run_in_one_chunk(self, _: list[Tensor]) -> None:
         """Run the layer once, unchunked, but with streambp's attention, to find stored values that
-        depend on the model's own attention, such as attention weights."""
+        depend on the model's own attention, such as attention weights.
+
+        Args:
+            _: not used.
+        """
         stage = Stage.RECOMPUTE if self.graph else Stage.FORWARD
         self._run(stage, [Chunk(0, 0, self.x.shape[-2])], lambda _: None)
 
     def run_in_chunks(self, _: list[Tensor]) -> None:
         """Run the layer in chunks as a training step does: without a graph, then recomputed with
-        backward."""
+        backward.
+
+        Args:
+            _: not used.
+        """
         length = self.x.shape[-2]
         plan = ChunkPlan(length, min(TRIAL_CHUNK_SIZE, -(-length // 2)))
         packing = self.call.packing
@@ -579,8 +609,8 @@ def _differences(
     rounding, to a text with both shapes. The text is "" if the shapes are equal.
 
     Args:
-        values: values by path.
-        other_values: values by path, of another run.
+        values: stored values of one run, by path.
+        other_values: stored values of the other run, by path.
         dtype: dtype that determines the tolerance.
     """
     differences = {}
@@ -636,8 +666,14 @@ def _values_agree(first_value: Any, other_value: Any, tolerance: float) -> bool:
 
 
 def _shapes_text(unchunked: Any, chunks: Any) -> str:
-    """Return the shapes of two stored tensors as text for `describe`; "" if the shapes are equal or
-    one value is no tensor."""
+    """Return text with the shapes of a tensor that a layer stores, in a run with chunks and in a
+    run without, such as " (4, 8) for (8, 8)". Return "" if the shapes are equal or a value is no
+    tensor.
+
+    Args:
+        unchunked: the value that the run on all tokens at once has stored.
+        chunks: the value that the run in chunks has stored.
+    """
     arrays = isinstance(unchunked, (Tensor, np.ndarray)) and isinstance(
         chunks, (Tensor, np.ndarray)
     )

@@ -117,7 +117,7 @@ def _join_gradients(
     engines, or without grad mode.
 
     Args:
-        layer_state: the decoder layer.
+        layer_state: the decoder layer, with its settings and test results.
         args, kwargs: the arguments of its forward.
     """
     ownership = engine_ownership(layer_state.layer)
@@ -135,12 +135,18 @@ def _join_gradients(
 
 
 class CheckpointedForward:
-    """A layer's forward for torch's checkpoint, with checks that the recomputation is the same.
+    """A layer's forward for torch's checkpoint, with checks that the recomputation is the same. The
+    first call is the forward, and later calls are recomputations.
 
     Checkpoint itself does not notice if the model or the batch changed after forward. The
     recomputation here raises if parameters, arguments, train or eval mode, or the layer's modules
     and hooks changed since forward. Buffers and the states of random generators are set to those of
     forward. [Note: fingerprint]
+
+    Args:
+        layer_state: the decoder layer, with its settings and test results.
+        run: the function that checkpoint calls and repeats: runs the layer's forward.
+        args, kwargs: the arguments of the forward.
     """
 
     def __init__(
@@ -231,9 +237,9 @@ class CheckpointedForward:
         record. [Note: witness]
 
         Args:
-            layer_arguments: the layer's arguments.
+            layer_arguments: pair of the layer's positional and keyword arguments.
             result: the layer's result.
-            in_backward: True in the recomputation.
+            in_backward: True in the recomputation, which runs in backward; False in forward.
         """
         output = result[0] if isinstance(result, tuple) else result
         if self._witness is None or not isinstance(output, Tensor):

@@ -32,9 +32,9 @@ TOKENS_PER_BLOCK = 64  # tokens whose differences are summed
 
 
 def why_not_at_length(call: LayerCall) -> str | None:
-    """Run a layer on its call's full length, unchunked and in the call's chunks. Return why the two
-    differ, as text for `describe`; None if they agree. If memory is short, fewer tokens are
-    compared.
+    """Run a layer on its call's full length, unchunked and in the call's chunks. Return the reason,
+    as text for `streambp.describe`, to run the layer unchunked: the two outputs differ. None if the
+    outputs agree up to rounding. If memory is short, fewer tokens are compared.
 
     Must be called inside `LayerCall.prepare_layer`, without grad, with the layer in eval mode.
     """
@@ -73,11 +73,11 @@ def why_not_at_length(call: LayerCall) -> str | None:
 
 
 def _chunks_agree(call: LayerCall, chunks: int) -> bool:
-    """True if the layer's outputs for the first chunks agree with its unchunked output, in each
-    block of 64 tokens of every row.
+    """True if the layer's outputs for the first chunks agree with its unchunked output up to
+    rounding, in each block of 64 tokens of every row.
 
     Args:
-        call: the call of the layer.
+        call: the layer's call on one batch, with its arguments and chunks.
         chunks: the number of chunks to compare.
     """
     length = call.plan[chunks - 1].stop

@@ -1,6 +1,6 @@
 """Run a layer as its unpatched model does, and compare the result with the streamed layer's.
 
-`why_unlike_unpatched` is called for each new kind of call, on a few random tokens. `UnpatchedRun`
+`compare_with_unpatched` is called for each new kind of call, on a few random tokens. `UnpatchedRun`
 calls the layer with the model's own attention, masks and forward. If output or gradients differ
 from streambp's, the layer is refused by an error.
 
@@ -67,14 +67,15 @@ class UnpatchedRun:
     if the model uses SDPA, otherwise under "eager".
 
     Args:
-        call: the call of the layer.
+        call: the layer's call on one batch, with its arguments and chunks.
         x: [..., B, t, h], the input.
         upstream: [..., B, t, h], the gradient of the output.
-        shadows: replacements of the layer's trainable parameters.
+        shadows: tensors that replace the layer's trainable parameters during the test, with random
+            numbers in place of zeros.
 
     Attributes:
-        result: the output and, if a graph is required, the gradients of x and of the smallest
-            parameters (`small_parameters`).
+        result: list of the output and, if a graph is required, the gradients of x and of the
+            smallest parameters (`small_parameters`).
         other_leaf: a leaf of the graph that requires a gradient, but is neither a parameter nor an
             argument of the layer; None: there is none.
         cuts_graph: True if a graph is required, and the output has none that leads to x.
@@ -139,9 +140,10 @@ class UnpatchedRun:
         return is_alike and router_scores_agree(self.call.layer_state.choices, dtype)
 
     def why_whole(self) -> str | None:
-        """Return the reason, as text for `describe`, to run the layer unchunked; None if there is
-        no reason. Chunks would give zeros for a missing gradient of the input, and no gradient for
-        a leaf outside of the layer (`other_leaf`).
+        """Return the reason, as text for `streambp.describe`, to run the layer unchunked; None if
+        there is no reason. The layer runs unchunked if its output passes no gradient to its input,
+        because chunks would pass zeros. The layer also runs unchunked if it reads a leaf from
+        outside (`other_leaf`), because chunks would give this leaf no gradient.
 
         Raises:
             StreamingMismatchError: the leaf is a flat parameter of FSDP1.
@@ -230,17 +232,18 @@ REMEDY = (
 def run_unpatched(
     call: LayerCall, x: Tensor, upstream: Tensor, shadows: list[Tensor]
 ) -> UnpatchedRun | None:
-    """Run the unpatched layer for comparison, and record the third-party modules inside it in
-    `layer_state.tests`.
+    """Run the unpatched layer for comparison, and record the names of third-party modules inside
+    the layer in its test results (`LayerTests.third_party_modules`).
 
     Return None for a layer whose sequence is split over ranks: its own attention would communicate
     with other ranks.
 
     Args:
-        call: the call of the layer.
+        call: the layer's call on one batch, with its arguments and chunks.
         x: [..., B, t, h], the input.
         upstream: [..., B, t, h], the gradient of the output.
-        shadows: replacements of the layer's trainable parameters.
+        shadows: tensors that replace the layer's trainable parameters during the test, with random
+            numbers in place of zeros.
 
     Raises:
         StreamingMismatchError: the unpatched layer raises.
@@ -256,12 +259,12 @@ def run_unpatched(
 
 
 def can_run_unpatched(call: LayerCall, x: Tensor, upstream: Tensor) -> bool:
-    """True if the unpatched layer runs on x [..., B, t, h] without an exception; an exception in
-    chunks then counts against chunks. A layer whose sequence is split over ranks counts as true
-    without a run.
+    """True if the unpatched layer runs on x [..., B, t, h] without an exception. An exception of
+    the layer in chunks is then due to the chunks. Also true, without a run, for a layer whose
+    sequence is split over ranks.
 
     Args:
-        call: the call of the layer.
+        call: the layer's call on one batch, with its arguments and chunks.
         x: [..., B, t, h], the input.
         upstream: [..., B, t, h], the gradient of the output.
     """
@@ -274,20 +277,21 @@ def can_run_unpatched(call: LayerCall, x: Tensor, upstream: Tensor) -> bool:
     return True
 
 
-def why_unlike_unpatched(
+def compare_with_unpatched(
     call: LayerCall, x: Tensor, upstream: Tensor, streamed: list[Tensor], shadows: list[Tensor]
 ) -> str | None:
-    """Compare streambp's result with the unpatched layer's. Return the reason, as text for
-    `describe`, to run the layer unchunked: a leaf outside of the layer requires a gradient. None if
-    there is no such leaf.
+    """Compare streambp's result with the unpatched layer's, and raise if they differ. Return the
+    reason, as text for `streambp.describe`, to run the layer unchunked although the results are
+    equal (`UnpatchedRun.why_whole`). None if there is no reason.
 
     Args:
-        call: the call of the layer.
+        call: the layer's call on one batch, with its arguments and chunks.
         x: [..., B, t, h], the input.
         upstream: [..., B, t, h], the gradient of the output.
         streamed: streambp's result in one chunk: the output [..., B, t, h], the gradient of x, and
             the gradients of the smallest parameters (`small_parameters`).
-        shadows: replacements of the layer's trainable parameters.
+        shadows: tensors that replace the layer's trainable parameters during the test, with random
+            numbers in place of zeros.
 
     Raises:
         StreamingMismatchError: the results differ by more than rounding, or FSDP1 holds the layer's
@@ -326,7 +330,7 @@ def gradients_of(output: Tensor, leaves: list[Tensor], upstream: Tensor) -> list
 
     Args:
         output: [..., B, t, h].
-        leaves: tensors in its graph.
+        leaves: tensors in the graph of `output`.
         upstream: [..., B, t, h], the gradient of `output`.
     """
     gradients = torch.autograd.grad(output, leaves, upstream, allow_unused=True)

@@ -35,10 +35,10 @@ from streambp.admission.own_run import (
     StreamingMismatchError,
     UnpatchedRun,
     can_run_unpatched,
+    compare_with_unpatched,
     gradients_of,
     run_unpatched,
     small_parameters,
-    why_unlike_unpatched,
 )
 from streambp.admission.rehearsal import (
     TRIAL_CHUNK_SIZE,
@@ -92,9 +92,9 @@ class Verdict(NamedTuple):
     """Decision whether a call of a decoder layer runs in chunks.
 
     Attributes:
-        streams: True if the call runs in chunks.
-        reason: the reason to run the call unchunked; None if it runs in chunks, and for a single
-            token.
+        streams: True if the call runs in chunks; False if it runs unchunked.
+        reason: the reason to run the call unchunked. None if the call runs in chunks, or if no test
+            was possible (a single token, tensors without data).
     """
 
     streams: bool
@@ -114,7 +114,7 @@ def can_stream(call: LayerCall) -> Verdict:
     layer's weights are on the host: then the token is the only chunk.
 
     Args:
-        call: the call of the layer.
+        call: the layer's call on one batch, with its arguments and chunks.
 
     Raises:
         KernelError: a kernel failed, which says nothing of the layer.
@@ -172,24 +172,25 @@ class ProbeResult(NamedTuple):
     """Result of a test that compares a layer's output in chunks with its unchunked output.
 
     Attributes:
-        reason: the reason to run the layer unchunked; None: the layer may run in chunks.
-        certain: True if the result may be stored for all later calls with arguments of the same
-            form; False if the result holds for this call alone.
-        passes: True if the reason may be temporary, so that the layer is tested again at the next
-            call.
+        reason: the reason, as text, to run the layer unchunked; None: the layer may run in chunks.
+        certain: True: the result holds for all later calls with arguments of the same form, which
+            are then not tested. False: the result holds for this call alone, and the next call is
+            tested again.
+        may_change: True if the reason may be temporary, such as an exception. The next call is then
+            tested again, even if `certain` is True, until a number of tests have failed.
     """
 
     reason: str | None
     certain: bool = True
-    passes: bool = False
+    may_change: bool = False
 
 
 def _test_chunks(call: LayerCall, x: Tensor) -> ProbeResult:
     """Test on random tokens if the layer's chunks compute the same as the full sequence. Return the
-    result, and store it if later calls of this kind have the same result.
+    result, and store the result if it holds for all calls with arguments of the same form.
 
     Args:
-        call: the call of the layer.
+        call: the layer's call on one batch, with its arguments and chunks.
         x: hidden_states of the call, [..., B, T, h], whose scale the random tokens have.
     """
     layer_state, kind = call.layer_state, call.arguments.kind
@@ -198,7 +199,7 @@ def _test_chunks(call: LayerCall, x: Tensor) -> ProbeResult:
     findings = remember(
         layer_state.tests.results, call.arguments.kind, layer_state.tests.results.pop(kind)
     )
-    if outcome.reason is not None and outcome.passes:
+    if outcome.reason is not None and outcome.may_change:
         findings.add_doubt(outcome.reason)
     elif outcome.certain:
         findings.set_result(outcome.reason)
@@ -206,8 +207,9 @@ def _test_chunks(call: LayerCall, x: Tensor) -> ProbeResult:
 
 
 def _test_full_length(call: LayerCall) -> Verdict:
-    """Test the layer on the call's full length instead of a few tokens, and return the decision
-    whether it runs in chunks. [Note: foreign insides]"""
+    """Test a layer with third-party code on the call's full length, because such code may depend on
+    positions that a few tokens do not have. Store and return the decision whether the layer runs in
+    chunks. [Note: foreign insides]"""
     findings = call.layer_state.tests.results[call.arguments.kind]
     with prepare_rehearsal(call), trial_context(call), set_eval_mode(call), torch.no_grad():
         try:
@@ -232,7 +234,7 @@ def _why_not(call: LayerCall, hidden_states: Tensor) -> ProbeResult:
     leaves nothing]
 
     Args:
-        call: the call of the layer.
+        call: the layer's call on one batch, with its arguments and chunks.
         hidden_states: the layer's input, [..., B, T, h], whose scale the random tokens have.
     """
     if not call.layer_state.kind.states.carries and _convolves(call.layer_state.layer):
@@ -260,7 +262,7 @@ def _why_not(call: LayerCall, hidden_states: Tensor) -> ProbeResult:
                     outcome = outcome._replace(reason=_unread_state(call, x) or outcome.reason)
             except Exception as error:
                 outcome = _result_of_error(call, x, upstream, error, state)
-        if not outcome.passes:
+        if not outcome.may_change:
             call.snapshot = call.layer_state.fingerprint.learn(
                 call.layer_state.layer, call.snapshot
             )
@@ -275,10 +277,10 @@ def _compare_chunks(
     without chunks.
 
     Args:
-        call: the call of the layer.
+        call: the layer's call on one batch, with its arguments and chunks.
         x: random hidden_states, [..., B, t, h].
         upstream: random gradient of the layer's output, shaped like x.
-        state: restores the layer's stored values.
+        state: restores the values that the layer and its code stored before the test.
     """
     chunk_size = min(TRIAL_CHUNK_SIZE, -(-x.shape[-2] // 2))
     generators = generators_of(call.layer_state, call.snapshot)
@@ -290,7 +292,7 @@ def _compare_chunks(
         if reason is not None and not editing:
             return ProbeResult(reason)
         if reason is None and (names := find_values_set_once(call, x, state)):
-            return ProbeResult(REASON_FIRST_CALL.format(", ".join(names)), passes=True)
+            return ProbeResult(REASON_FIRST_CALL.format(", ".join(names)), may_change=True)
         with set_eval_mode(call), randomize_zero_weights(call) as shadows:
             outcome = _why_unlike(call, x, upstream, chunk_size, shadows or [], state)
     return (
@@ -310,14 +312,16 @@ def _result_of_error(
     layer raises as well, nothing is decided, because the call itself will raise.
 
     Args:
-        call: the call of the layer.
+        call: the layer's call on one batch, with its arguments and chunks.
         x: random hidden_states of the test, [..., B, t, h].
         upstream: random gradient of the layer's output, shaped like x.
         error: the exception.
-        state: restores the layer's stored values.
+        state: restores the values that the layer and its code stored before the test.
 
     Raises:
-        Exception: `error` itself, if it concerns the user and not the layer.
+        Exception: `error` itself, if an unchunked run is no remedy. Examples are lack of memory,
+            an attention setting that cannot compute the call, and a layer that differs from the
+            unpatched one.
         KernelError: a kernel failed.
     """
     if isinstance(error, AttentionChoiceError | StreamingMismatchError) or is_out_of_memory(error):
@@ -335,7 +339,7 @@ def _result_of_error(
     # Any other exception is due to the chunks, or to the call.
     state.rewind()
     return ProbeResult(
-        reason_of_error(error), certain=False, passes=can_run_unpatched(call, x, upstream)
+        reason_of_error(error), certain=False, may_change=can_run_unpatched(call, x, upstream)
     )
 
 
@@ -354,12 +358,13 @@ def _why_unlike(
     stored values.
 
     Args:
-        call: the call of the layer.
+        call: the layer's call on one batch, with its arguments and chunks.
         x: random hidden_states, [..., B, t, h].
         upstream: random gradient of the layer's output, shaped like x.
         chunk_size: length of a chunk.
-        shadows: replacements of the layer's trainable parameters.
-        state: restores the layer's stored values.
+        shadows: tensors that replace the layer's trainable parameters during the test, with random
+            numbers in place of zeros.
+        state: restores the values that the layer and its code stored before the test.
     """
     if (unpatched := _agreeing_run(call, x, upstream, chunk_size, shadows, state)) is not None:
         return ProbeResult(unpatched.why_whole())
@@ -376,9 +381,9 @@ def _why_unlike(
             ):
                 streamed = _run(call, x, upstream, parameters=small_parameters(shadows))
                 state.rewind()
-                reason = why_unlike_unpatched(call, x, upstream, streamed, shadows)
+                reason = compare_with_unpatched(call, x, upstream, streamed, shadows)
         else:
-            reason = why_unlike_unpatched(call, x, upstream, unchunked, shadows)
+            reason = compare_with_unpatched(call, x, upstream, unchunked, shadows)
         if reason is not None:
             return ProbeResult(reason)
         state.rewind()
@@ -392,7 +397,7 @@ def _why_unlike(
     if not all(bool(part.isfinite().all()) for part in unchunked):
         return ProbeResult(None, certain=False)  # the weights are not loaded yet
     if changes := state.changes():  # the first chunk sets a value, or a later chunk reads it
-        return ProbeResult(REASON_FIRST_CALL.format(", ".join(changes)), passes=True)
+        return ProbeResult(REASON_FIRST_CALL.format(", ".join(changes)), may_change=True)
     return ProbeResult(REASON_MIXES_TOKENS)
 
 
@@ -404,16 +409,18 @@ def _agreeing_run(
     shadows: list[Tensor],
     state: StateRestorer,
 ) -> UnpatchedRun | None:
-    """Return the run of the unpatched layer if the layer in chunks agrees with it. None if they
-    differ, if either raises, or if the layer needs packed documents as arguments.
+    """Return the run of the unpatched layer if the layer in chunks gives the same result up to
+    rounding. None if the results differ, if either run raises, or if the call's arguments mark
+    packed documents.
 
     Args:
-        call: the call of the layer.
+        call: the layer's call on one batch, with its arguments and chunks.
         x: random hidden_states, [..., B, t, h].
         upstream: random gradient of the layer's output, shaped like x.
         chunk_size: length of a chunk.
-        shadows: replacements of the layer's trainable parameters.
-        state: restores the layer's stored values.
+        shadows: tensors that replace the layer's trainable parameters during the test, with random
+            numbers in place of zeros.
+        state: restores the values that the layer and its code stored before the test.
     """
     if call.packing.marks_documents:
         return None
@@ -437,13 +444,14 @@ def _try_isolated_chunks(
     call: LayerCall, x: Tensor, upstream: Tensor, second_start: int
 ) -> str | None:
     """Run the layer with attention limited to keys of the query's own chunk. Return the reason, as
-    text for `describe`, to run the layer unchunked; None if this test finds no reason.
+    text for `streambp.describe`, to run the layer unchunked; None if this test finds no reason.
 
-    A reason is a write to a buffer, a stored tensor with its graph, or a gradient between tokens of
-    the two chunks. Such a gradient shows that the layer mixes tokens outside of its attention.
+    Reasons are a write to a buffer, a stored tensor whose graph stays alive, and a gradient between
+    tokens of the two chunks. Such a gradient shows that the layer mixes tokens outside of its
+    attention.
 
     Args:
-        call: the call of the layer.
+        call: the layer's call on one batch, with its arguments and chunks.
         x: random hidden_states, [..., B, t, h].
         upstream: random gradient of the layer's output, shaped like x.
         second_start: first position of the second chunk.
@@ -471,15 +479,20 @@ def _try_isolated_chunks(
 def _crosses(
     call: LayerCall, x: Tensor, upstream: Tensor, second_start: int, origin: GraphMarker
 ) -> bool:
-    """Run the layer. True if a gradient flows between tokens of two chunks other than through
-    attention. Always False for layers that pass on recurrent states or read a cache.
+    """True if the layer mixes the tokens of two chunks outside of its attention. The layer runs on
+    random tokens, and each query reads only keys of its own chunk. The result is True if the output
+    of one chunk still has a gradient to the input of the other chunk.
+
+    Always False for layers that pass on recurrent states, or that attend by their own code. Such a
+    layer runs once, for the caller's other tests.
 
     Args:
-        call: the call of the layer.
+        call: the layer's call on one batch, with its arguments and chunks.
         x: random hidden_states, [..., B, t, h].
         upstream: random gradient of the layer's output, shaped like x.
         second_start: first position of the second chunk.
-        origin: marker of the graph's first node.
+        origin: object that the autograd node at the layer's input references. The caller tests
+            later if the object is still alive, because other code has stored a part of the graph.
     """
     first_chunk, second_chunk = slice(second_start), slice(second_start, x.shape[-2])
     kind = call.layer_state.kind
@@ -516,13 +529,14 @@ def _run_in_trial(
     call: LayerCall, x: Tensor, layout: Spans, origin: GraphMarker
 ) -> tuple[Tensor, Tensor]:
     """Run the layer for a test, on a leaf with the values of x [..., B, t, h]. Return the leaf and
-    the layer's output, whose graph starts at a node that references `origin`.
+    the layer's output, with the graph between them.
 
     Args:
-        call: the call of the layer.
+        call: the layer's call on one batch, with its arguments and chunks.
         x: random hidden_states.
         layout: the keys that each query may read.
-        origin: marker of the graph's first node.
+        origin: object that the autograd node at the layer's input references. The object is alive
+            while any code stores a part of the graph.
     """
     length = x.shape[-2]
     prefix = Prefix(layout, length, "math")
@@ -541,15 +555,15 @@ def _run_in_trial(
 
 
 def _unread_state(call: LayerCall, x: Tensor) -> str | None:
-    """Run a layer with recurrent states on two chunks. Return the reason, as text for `describe`,
-    to run the layer unchunked: the second chunk does not read a state with which the first chunk
-    ended. None if every state is read, or if the tokens are too few.
+    """Run a layer with recurrent states on two chunks. Return the reason, as text for
+    `streambp.describe`, to run the layer unchunked. The reason is a state at the first chunk's end
+    that the second chunk does not read. None if every state is read, or if the tokens are too few.
 
     The autograd graph shows what is read, also without data. Values would not: zero weights hide
     the effect of a state, and half precision may round it away.
 
     Args:
-        call: the call of the layer.
+        call: the layer's call on one batch, with its arguments and chunks.
         x: hidden_states, [..., B, t, h].
     """
     size = min(TRIAL_CHUNK_SIZE, x.shape[-2] // 2)
@@ -585,14 +599,15 @@ def _unread_state(call: LayerCall, x: Tensor) -> str | None:
 
 
 def reason_of_error(error: Exception) -> str:
-    """Return the reason, as text for `describe`, to run a layer unchunked: its forward raises
-    `error` if it gets a chunk instead of the full sequence."""
+    """Return the reason, as text for `streambp.describe`, to run a layer unchunked. The reason is
+    that the layer's forward raises `error` on a chunk."""
     return f"its forward does not work on chunks ({type(error).__name__}: {error})"
 
 
 def _convolves(layer: nn.Module) -> bool:
-    """True if the layer has an nn.Conv1d that mixes neighbouring tokens. Unless the layer passes on
-    states, it runs unchunked, because a test could miss the effect in half precision."""
+    """True if the layer has an nn.Conv1d that mixes neighbouring tokens. Such a layer runs
+    unchunked unless the layer passes states from chunk to chunk. A test could miss the
+    convolution's effect in half precision."""
     return any(
         isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1 for module in layer.modules()
     )
@@ -605,15 +620,15 @@ def _run(
     chunk_size: int | None = None,
     parameters: Sequence[Tensor] = (),
 ) -> list[Tensor]:
-    """Run the layer with streambp's attention on x [..., B, t, h]. Return its output and, if a
-    graph is required, the gradients of x and of `parameters`.
+    """Run the layer with streambp's attention on x [..., B, t, h]. Return a list with the output
+    and, if the output requires a gradient, the gradients of x and of each of `parameters`.
 
     Args:
-        call: the call of the layer.
+        call: the layer's call on one batch, with its arguments and chunks.
         x: the input.
         upstream: [..., B, t, h], the gradient of the output.
-        chunk_size: length of a chunk, if the layer runs in chunks that pass on states; None: run
-            unchunked, without a cache.
+        chunk_size: length of a chunk; recurrent states, if the layer has any, are passed from chunk
+            to chunk. None: run all tokens at once, without a cache.
         parameters: parameters whose gradients are returned.
     """
     graph = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()

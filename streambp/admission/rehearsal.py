@@ -44,19 +44,21 @@ def rehearse(
     """Run the layer's own forward on chunks of x [..., B, t, h], in order, for a test.
 
     Args:
-        call: the call of the layer.
+        call: the layer's call on one batch, with its arguments and chunks.
         x: [..., B, t, h], the input.
         chunks: the chunks.
         stage: the pass to run: forward, recomputation of keys and values alone, or recomputation
             with a graph.
         prefix: the keys and values that attention reads and appends to.
-        start: returns a chunk's start states for the previous chunk's end states; if it returns
-            None, the chunk gets no cache.
-        leaves: returns a chunk's differentiable arguments with gradients; None: no gradients.
+        start: function from the previous chunk's end states to the next chunk's start states. If
+            the function returns None, the chunk gets no cache. Default: start states are the end
+            states.
+        leaves: function from a chunk to the autograd leaves that replace its differentiable
+            arguments. If the function returns None, the arguments get no gradients.
 
     Yields:
-        Each chunk's start states and outputs; the outputs are None if only keys and values are
-        computed.
+        Pairs of a chunk's start states and outputs; the outputs are None if only keys and values
+        are computed.
     """
     ended: States = {}
     for chunk in chunks:

@@ -120,16 +120,20 @@ class Change(NamedTuple):
 
     Attributes:
         value: the new value.
-        came_into: name of the dict in which the value is a new entry; "" for all other values.
+        grown_dict: name of the dict in which the value is a new entry; "" for all other values.
     """
 
     value: Any
-    came_into: str = ""
+    grown_dict: str = ""
 
 
 class Snapshot:
-    """Saved Python state of a module and of the code that it runs, to restore after a test run.
+    """Saved Python state of a module and of the code that it runs, to restore after a test run. The
+    state consists of attributes, entries of containers, closures, globals and values of tensors.
     [Note: a trial leaves nothing]
+
+    Args:
+        module: the module.
 
     Attributes:
         large: tensors too large to be copied beforehand, as (name, tensor).
@@ -181,8 +185,9 @@ class Snapshot:
         return names
 
     def _names_in_code(self) -> set[str]:
-        """Return all names in the code of hooks and forwards, and of methods that they name.
-        `iterators` reports an attribute of an object with many methods only under such a name."""
+        """Return all names in the code of hooks and forwards, and of methods that this code names.
+        `iterators` reports an iterator only if one of these names is the attribute that holds the
+        iterator. The restriction is for objects with many methods."""
         names: set[str] = set()
         waiting = [*self._functions]
         for name in CALLED_METHODS:
@@ -195,7 +200,8 @@ class Snapshot:
         return names
 
     def changes(self) -> dict[str, Change]:
-        """Return the values that have changed since the snapshot, by name."""
+        """Return a dict from the name of each value that has changed since the snapshot, such as
+        "a.b['c']", to its new value (`Change`)."""
         changes: dict[str, Change] = {}
         for name, holder, saved, kind, structure in self._tables:
             current = {} if structure else kind.read(holder)
@@ -330,7 +336,8 @@ class Snapshot:
             )
 
     def _follow(self, name: str, value: Any) -> None:
-        """Save one value of any type, or queue its parts to be saved later."""
+        """Save one value of any type, or queue its parts to be saved later. Messages call the value
+        `name`."""
         if isinstance(value, Tensor):
             self._follow_attributes_of_tensor(name, value)
             if isinstance(value, nn.Parameter):
@@ -379,12 +386,14 @@ class Snapshot:
             self._follow_object(name, value)
 
     def _follow_attributes_of_tensor(self, name: str, tensor: Tensor) -> None:
-        """Save the attributes that code has set on a tensor, and queue their values."""
+        """Save the attributes that code has set on a tensor, and queue their values. Messages call
+        the tensor `name`."""
         parts = self._save_container(name, tensor, TENSOR_ATTRIBUTES)
         self._enqueue((attribute_name(name, key), part) for key, part in parts.items())
 
     def _follow_array(self, name: str, value: np.ndarray[Any, Any]) -> None:
-        """Save the elements of a NumPy array [...], and queue those that are Python objects."""
+        """Save the elements of a NumPy array [...], and queue those that are Python objects.
+        Messages call the array `name`."""
         if value.dtype == object:
             parts = self._save_container(name, value, ELEMENTS)
             self._enqueue((item_name(name, index), part) for index, part in parts.items())
@@ -393,7 +402,7 @@ class Snapshot:
 
     def _follow_object(self, name: str, value: Any) -> None:
         """Save the content of a container or the attributes of an object, and queue the values in
-        it to be saved later."""
+        it to be saved later. Messages call the object `name`."""
         for container, kind in CONTAINER_TYPES:
             if isinstance(value, container):
                 parts = self._save_container(name, value, kind)
@@ -422,8 +431,7 @@ class Snapshot:
         self, name: str, function: functools._lru_cache_wrapper[Any]
     ) -> None:
         """Save the results that a function decorated with `functools.lru_cache` stored, and queue
-        the function itself.
-        """
+        the function itself. Messages call the function `name`."""
         if not is_foreign(function.__wrapped__):
             return
         if function.cache_parameters()["maxsize"] is None:
@@ -435,7 +443,7 @@ class Snapshot:
 
     def _follow_function(self, name: str, function: types.FunctionType) -> None:
         """Save a function's closure, attributes, and the globals that its code names, and queue the
-        values in them."""
+        values in them. Messages call the function `name`."""
         if function not in self._methods.get(function.__name__, ()):
             self._functions.append(function)
         for variable, cell in zip(
@@ -477,7 +485,8 @@ class Snapshot:
 
     def _copy_parameter(self, name: str, parameter: Tensor) -> None:
         """Copy a parameter's values [...] unless it is a large matrix. Large matrices are copied
-        before a write, if the snapshot finds third-party code."""
+        before a write, if the snapshot finds third-party code. Messages call the parameter
+        `name`."""
         if id(parameter) in self._parameters:
             return
         self._parameters.add(id(parameter))
@@ -488,8 +497,9 @@ class Snapshot:
             self._weights.append((name, parameter))
 
     def _copy(self, name: str, tensor: Tensor) -> None:
-        """Copy a tensor's values [...], or add the tensor to `large` if the copies would exceed
-        `MAX_COPIED_ELEMENTS` elements."""
+        """Copy a tensor's values [...]. If all copies together would exceed `MAX_COPIED_ELEMENTS`
+        elements, add the tensor to `large` instead; its values are then copied before the first
+        write. Messages call the tensor `name`."""
         if not can_be_copied(tensor):
             return
         if tensor.numel() > self._room:
@@ -521,10 +531,14 @@ def is_foreign(code: Any) -> bool:
 
 class StateRestorer:
     """Context manager that restores the Python state of a module and its code at the end of a test.
+    The state consists of attributes, containers, closures and values of tensors.
     [Note: a trial leaves nothing]
 
     Methods restore the state between two runs of the module in the test, and find the values that a
     run has changed.
+
+    Args:
+        module: the module.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -550,7 +564,8 @@ class StateRestorer:
         return list(self._changes())
 
     def _changes(self) -> dict[str, Change]:
-        """Return the values that differ from those at the start of the test, by name."""
+        """Return the values that differ from those at the start of the test, as a dict from a
+        value's name to its new value (`Change`)."""
         changes = self._snapshot.changes()
         if self._writes is not None:
             for values in changed_values(self._writes.copies):
@@ -558,12 +573,14 @@ class StateRestorer:
         return changes
 
     def rewind(self) -> None:
-        """Restore the module's values at the start of the test, for the next run."""
+        """Restore the values that the module had at the start of the test, before its next run.
+        Hooks, and train or eval mode, stay unchanged."""
         self._snapshot.restore(structure=False)
         self._put_back()
 
     def _put_back(self) -> None:
-        """Restore the values of large tensors that were written to."""
+        """Restore large tensors that were written to: they get their values from the start of the
+        test."""
         if self._writes is not None:
             for values in changed_values(self._writes.copies):
                 restore_values(values)
@@ -585,16 +602,16 @@ class StateRestorer:
         later_changes = self._end_of_first_run.changes()
         if self._writes is not None:
             later_changes |= dict.fromkeys(self._writes.names, Change(None))
-        grown = {change.came_into for change in later_changes.values()} - {""}
+        grown = {change.grown_dict for change in later_changes.values()} - {""}
         changed_names = [
-            name for name, change in self._first.items() if change.came_into not in grown
+            name for name, change in self._first.items() if change.grown_dict not in grown
         ]
         return [name for name in changed_names if not _is_changed(name, later_changes)]
 
     def values_set_again(self) -> list[str]:
         """Return the names of the values that the first run set, and that the latest run has set to
-        another value. Such a value depends on the tokens. Call `rewind` before the latest run,
-        which gets other tokens."""
+        another value or not at all. Such a value depends on the tokens. Call `rewind` before the
+        latest run, which gets other tokens."""
         changes = self._changes()
         return [
             name

@@ -76,11 +76,13 @@ class Stack:
 
 @dataclasses.dataclass(frozen=True)
 class ModelStacks:
-    """The stacks of decoder layers in a model.
+    """The stacks of decoder layers in a model. A stack is a transformers model without head,
+    together with the layers that it runs.
 
     Attributes:
         stacks: the stacks whose layers may run in chunks.
-        left_alone: class and reason of every stack that stays unpatched, such as a vision tower.
+        left_alone: one text "class: reason" for every stack (for example a vision tower) that stays
+            unpatched.
     """
 
     stacks: tuple[Stack, ...]
@@ -187,7 +189,8 @@ def _deeper_stacks(
 
 
 def _refuse_wrapped_layers(model: nn.Module) -> None:
-    """Raise if a decoder layer is inside a wrapper module, such as torch's checkpoint_wrapper."""
+    """Raise UnsupportedModelError if a decoder layer is inside a wrapper module, such as torch's
+    checkpoint_wrapper."""
     for layers in model.modules():
         for layer in layers if isinstance(layers, nn.ModuleList) else ():
             inner = _wrapped_layer(layer)
@@ -225,8 +228,8 @@ def _wrapped_layer(module: nn.Module) -> nn.Module | None:
 
 
 def _refuse_unsloth(*modules: nn.Module) -> None:
-    """Raise if Unsloth has replaced the forward of one of these modules, because its forward cannot
-    be cut into chunks."""
+    """Raise UnsupportedModelError if Unsloth has replaced the forward of one of these modules,
+    because its forward cannot be cut into chunks."""
     for module in modules:
         for home in map(home_of, wrapped_functions(type(module).forward)):
             if home.startswith(UNSLOTH):
@@ -257,8 +260,9 @@ def cache_argument(layer: nn.Module) -> str | None:
 
 def replaced_attention(layer: nn.Module) -> str | None:
     """Return the full name of the third-party function that has replaced the forward of an
-    attention class in the layer. None if there is no such function, or if streambp knows the
-    layer's attention or states."""
+    attention class in the layer. None if there is no such function. Also None if the layer can be
+    streamed without this name: by transformers' attention functions, its cache or its recurrent
+    states."""
     if attends(layer) or cache_argument(layer) or states_argument(layer):
         return None
     for module in layer.modules():
@@ -291,8 +295,9 @@ def states_argument(layer: nn.Module) -> str | None:
 
 
 def kind_of(layer: nn.Module) -> LayerKind:
-    """Return how a layer's chunks read keys, values and states of earlier chunks, found in the code
-    of its forwards. [Note: carriers]"""
+    """Return the objects that pass keys, values and recurrent states of a layer from chunk to chunk
+    (`LayerKind`). The code of the forwards inside the layer decides between the objects.
+    [Note: carriers]"""
     cache, states = cache_argument(layer), states_argument(layer)
     attention_function = replaced_attention(layer)
     if cache is not None:
@@ -309,7 +314,7 @@ def kind_of(layer: nn.Module) -> LayerKind:
     elif is_bidirectional(layer):
         attention = BidirectionalAttention()
     elif attends(layer):
-        picks = any(map(_hands_picks, _attentions(layer)))
+        picks = any(map(_passes_picked_keys, _attentions(layer)))
         if picks:
             top = next((getattr(indexer, INDEX_TOPK) for indexer in indexers_of(layer)), None)
         else:
@@ -343,8 +348,8 @@ def position_cache(layer: nn.Module) -> str:
 
 
 def _why_not(backbone: PreTrainedModel, layers: tuple[nn.Module, ...]) -> str | None:
-    """Return why this stack's layers cannot run in chunks, as text for `describe`; None if their
-    code and config give no reason.
+    """Return why this stack's layers cannot run in chunks, as text for `streambp.describe`; None if
+    their code and config give no reason.
 
     Args:
         backbone: the model that runs the layers.
@@ -403,7 +408,7 @@ def _why_not(backbone: PreTrainedModel, layers: tuple[nn.Module, ...]) -> str | 
             )
         indexer = next((m for m in layer.modules() if INDEXER in type(m).__name__), None)
         if indexer is not None and not any(
-            _looks_at_keys(a) or _hands_picks(a) for a in attentions
+            _looks_at_keys(a) or _passes_picked_keys(a) for a in attentions
         ):
             return (
                 f"its attention is sparse, {type(indexer).__name__} picks among keys that it pools "
@@ -426,7 +431,7 @@ def _why_not(backbone: PreTrainedModel, layers: tuple[nn.Module, ...]) -> str | 
 
 def _why_config_differs(backbone: PreTrainedModel) -> str | None:
     """Return why a stack whose attention modules are causal is no decoder by its config, as text
-    for `describe`; None if it is a decoder."""
+    for `streambp.describe`; None if it is a decoder."""
     if getattr(backbone.config, "is_causal", True) is False:
         return (
             "its config is bidirectional (is_causal=False), and its attention modules are causal; "
@@ -475,8 +480,9 @@ def attends_ahead_by_itself(layer: nn.Module) -> bool:
 
 
 def _reads_ahead(layers: tuple[nn.Module, ...]) -> bool:
-    """True if the attention of one of these layers is bidirectional. A layer that attends to an
-    encoder's output, too, is a decoder's, whose mask is causal."""
+    """True if one of these layers has bidirectional self-attention. A layer with self-attention and
+    cross-attention to an encoder's output does not count, because a decoder's self-attention is
+    causal."""
     for layer in layers:
         has_one_attention = len(_attentions(layer)) == 1
         if (has_one_attention and is_bidirectional(layer)) or attends_ahead_by_itself(layer):
@@ -500,8 +506,8 @@ def _takes_argument(layer: nn.Module, argument: str) -> bool:
 
 
 def _takes_states(layer: nn.Module) -> bool:
-    """True if the layer's forward has an argument for recurrent states. A layer that overwrites its
-    states in place cannot be chunked."""
+    """True if the layer's forward has an argument for recurrent states. False if the forward is no
+    Python function."""
     forward = written_forward(layer)
     return hasattr(forward, "__code__") and STATE_ARGUMENT in inspect.signature(forward).parameters
 
@@ -553,7 +559,7 @@ def _looks_at_keys(attention: nn.Module) -> bool:
 
     False if the module only passes selected key indices on to transformers' attention function.
     """
-    if _hands_picks(attention):
+    if _passes_picked_keys(attention):
         return False
     indexed = any(INDEXER in type(module).__name__ for module in attention.children())
     return UPDATE_METHOD in _names_in_forward(attention) and (
@@ -563,7 +569,7 @@ def _looks_at_keys(attention: nn.Module) -> bool:
     )
 
 
-def _hands_picks(attention: nn.Module) -> bool:
+def _passes_picked_keys(attention: nn.Module) -> bool:
     """True if the attention module passes the key indices that an indexer selected (sparse
     attention) to transformers' attention function, and its indexer can run on a part of the
     queries. [Note: indexers]"""

@@ -37,14 +37,18 @@ def stream_biased(
     strategy: Strategy = CHUNK_STRATEGY,
 ) -> Any:
     """Compute the forward of a layer whose attention adds T5's bias, and return its result. If the
-    layer gets the bias as an argument, its result contains the bias of each distance.
+    layer gets the bias as an argument, its result contains the bias of each distance between a
+    query and a key.
 
     Args:
         layer_state: the decoder layer, with its settings and test results.
         args, kwargs: the arguments of the layer's forward.
-        rows: documents of packed rows, from position_ids.
-        forks: positions at which recurrent states continue from an earlier position.
-        strategy: functions that compute the call; default: chunk by chunk.
+        rows: boundaries of the documents in packed rows, read from position_ids for layers with
+            recurrent states; None: no such boundaries.
+        strategy: functions that compute the call; default: chunk by chunk, on one rank.
+        forks: pairs (start, origin) of positions in a packed row whose documents share a prefix.
+            Recurrent states at `start` continue from the prefix that ends at `origin`, or start
+            anew if `origin` is 0.
 
     Raises:
         UnsupportedModelError: the layer's weights are on the host.

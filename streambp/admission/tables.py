@@ -32,13 +32,14 @@ class ContainerType(NamedTuple):
     """Functions that read and refill one type of container: a dict, a list, a closure's cell.
 
     Attributes:
-        read: returns the content as a dict.
-        refill: restores this content.
+        read: returns the container's content as a dict.
+        refill: restores content that `read` returned earlier; gets the container and the content.
         entry_name: returns an entry's name from the container's name and the key; None: entries
             have no names.
         grows: True if every run may add entries to the container, as to a dict of results.
-        names_alone: True if values are compared by `is_replaced` alone, because tests replace and
-            restore parameters and buffers.
+        names_alone: True for dicts of parameters and buffers, whose values are compared by
+            `is_replaced`. Copies by which tests replace parameters and buffers then count as
+            unchanged.
     """
 
     read: Callable[[Any], dict[Any, Any]]
@@ -243,7 +244,8 @@ def read_globals(names: tuple[str, ...], holder: dict[str, Any]) -> dict[str, An
 def refill_globals(
     names: tuple[str, ...], holder: dict[str, Any], saved_values: dict[str, Any]
 ) -> None:
-    """Restore the named globals in the dict `holder` after a test, and remove those that are new.
+    """Restore the named globals in the dict `holder` after a test, and remove named globals that
+    did not exist before.
 
     Args:
         names: names of the globals.
@@ -295,8 +297,8 @@ CONTAINER_TYPES: tuple[tuple[type, ContainerType], ...] = (
 
 
 def same_entries(saved_entries: dict[Any, Any], entries: dict[Any, Any]) -> bool:
-    """True if two dicts have the same keys in the same order, with identical objects: a container
-    has not changed since it was saved."""
+    """True if two dicts have the same keys in the same order, with identical objects (`is`). A
+    container with such entries has not changed since the entries were saved."""
     if len(saved_entries) != len(entries):
         return False
     return all(map(operator.is_, saved_entries, entries)) and all(

@@ -186,8 +186,8 @@ _inside = functools.lru_cache(strip_deprecation)
 
 @functools.lru_cache
 def _eager_names(forward: Callable[..., Any]) -> list[str]:
-    """Return the names of the eager attention functions in the code of an attention module's
-    forward, which another library may have replaced."""
+    """Return the names of the functions for eager attention, such as eager_attention_forward, in
+    the code of an attention module's forward. Another library may have replaced these functions."""
     return [name for name in forward.__code__.co_names if name.endswith(EAGER_FORWARD)]
 
 
@@ -349,9 +349,9 @@ def named_hooks(paths_of_hooks: dict[str, list[str]]) -> str:
 
 
 def why_rows(module: nn.Module) -> str | None:
-    """Return the reason, as text for `describe`, not to merge a batch's rows into one packed row
-    for this model. None if rows may be merged. A reason is third-party code that would read the
-    packed row, or a float8 Linear whose scales would be those of the packed row."""
+    """Return the reason, as text for `streambp.describe`, not to merge a batch's rows into one
+    packed row for this model. None if rows may be merged. A reason is third-party code that would
+    read the packed row, or a float8 Linear whose scales would be those of the packed row."""
     if (scaled := why_scaled(module)) is not None:
         return scaled
     hooks = third_party_hooks(module)
@@ -438,6 +438,9 @@ def watched_hooks(layer: nn.Module, names: tuple[str, ...] = FORWARD_HOOKS) -> I
     Args:
         layer: the layer; hooks on its inner modules and hooks for all modules are watched.
         names: names of the hook dicts: of forward hooks, or `BACKWARD_HOOKS`.
+
+    Raises:
+        UnsupportedModelError: a hook belongs to opacus.
     """
     changing: list[str] = []
     everywhere = vars(torch.nn.modules.module)
@@ -481,8 +484,15 @@ def may_edit_gradients(layer: nn.Module) -> bool:
 def _run_watched_hook(
     hook: Callable[..., Any], changing: list[str], /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Run a hook in place of its call by the module, return its result, and add its name to
-    `changing` if it modified or returned a value."""
+    """Run a hook of a module and return its result. Add the hook's name to `changing` if the hook
+    returned a value or modified one of its tensors. `watched_hooks` registers this function in
+    place of the hook.
+
+    Args:
+        hook: the hook.
+        changing: names of the hooks that modify values.
+        args, kwargs: the arguments of the hook; the first one is the module.
+    """
     tensors = tensors_in((args[1:], kwargs), Tensor)
     # version counters miss writes through `.data` or NumPy
     copies = [x.detach().clone() for x in tensors]
@@ -499,8 +509,8 @@ def _run_watched_hook(
 
 
 def _may_change(hook: Callable[..., Any]) -> bool:
-    """True if the hook's code has branches, and returns a value or assigns to items: a test may
-    miss what it modifies."""
+    """True if the hook's code has branches, and returns a value or assigns to items. A test may
+    then miss values that the hook modifies in another branch."""
     code = getattr(_innermost_function(hook), "__code__", None)
     if code is None:
         return False

@@ -64,11 +64,11 @@ def unread_products(
     call: LayerCall, linears: dict[str, nn.Linear], needs_input: bool
 ) -> UnreadProducts:
     """Return the Linears of a layer whose outputs backward's recomputation can skip, because no
-    code reads these outputs. A trace of a few tokens finds the Linears, and a comparison of results
-    confirms them.
+    code reads these outputs. A traced run on a few tokens proposes Linears, and a run without their
+    outputs confirms them by equal results.
 
     Args:
-        call: the call of the layer.
+        call: the layer's call on one batch, with its arguments and chunks.
         linears: the layer's Linears by name.
         needs_input: True if hidden_states need a gradient.
     """
@@ -83,8 +83,9 @@ def unread_products(
 
 
 def look_for_writes(call: LayerCall) -> Exception | None:
-    """Run the layer on a few random tokens, detect the tensors that its forward overwrites in
-    place, and store them in `tests.overwritten`. Runs once for each kind of call.
+    """Run the layer on a few random tokens, and detect the tensors that its forward overwrites in
+    place. The tensors are stored in `tests.overwritten` of the layer's state. Runs once for each
+    kind of call: form of arguments, and structure of the layer.
 
     Returns:
         The layer's exception, if it raised; None otherwise.
@@ -92,7 +93,7 @@ def look_for_writes(call: LayerCall) -> Exception | None:
     layer_state, x = call.layer_state, call.hidden_states.detach()
     findings = layer_state.tests.results[call.arguments.kind]
     if (
-        call.autocast in findings.seen_writing
+        call.autocast in findings.searched_for_writes
         or not has_data(x)
         or x.shape[-2] == 1
         or not x.numel()
@@ -116,7 +117,7 @@ def look_for_writes(call: LayerCall) -> Exception | None:
             continue
         layer_state.tests.at_last_positions = at_last_positions
         if x.shape[-2] > TRIAL_CHUNK_SIZE:
-            findings.seen_writing |= {call.autocast}
+            findings.searched_for_writes |= {call.autocast}
         return None
     return failed
 
@@ -141,7 +142,7 @@ def confirm_names(names: LinearNames, passes: Callable[[LinearNames], bool]) -> 
 
 
 def _passes_without_error(passes: Callable[[LinearNames], bool], names: LinearNames) -> bool:
-    """True if the test `holds(names)` returns true. False if the test raises anything but an
+    """True if the test `passes(names)` returns true. False if the test raises anything but an
     out-of-memory error, so that no Linear is skipped."""
     try:
         return passes(names)
@@ -163,11 +164,11 @@ def random_tokens(
     at the end.
 
     Args:
-        call: the call of the layer.
-        like: [..., B, T, h].
+        call: the layer's call on one batch, with its arguments and chunks.
+        like: [..., B, T, h], hidden states of the call.
         length: number of tokens.
-        at_last_positions: True: the tokens get the highest positions of the call; False: the first
-            ones.
+        at_last_positions: True: position_ids of the random tokens include the highest position of
+            the call; False: the tokens get the call's first positions.
     """
     named_arguments = call.arguments.by_name
     if not has_data(like):
@@ -205,7 +206,7 @@ def _rolled_positions(call: LayerCall, length: int) -> dict[str, Any]:
     position 0 would not cover rotations.
 
     Args:
-        call: the call of the layer.
+        call: the layer's call on one batch, with its arguments and chunks.
         length: number of tokens of the test run.
 
     Returns:
@@ -251,9 +252,9 @@ def same_gradients(
     equals only None.
 
     Args:
-        call: the call of the layer, which determines the tolerance.
-        gradients: gradients.
-        expected: gradients.
+        call: the layer's call, whose dtypes determine the tolerance.
+        gradients: gradients without the outputs of some Linears.
+        expected: gradients with the outputs of all Linears.
     """
     if len(gradients) != len(expected):
         return False
@@ -289,7 +290,7 @@ def _find_writes(call: LayerCall, x: Tensor, chunks: tuple[Chunk, ...]) -> Overw
     together with those of earlier test runs.
 
     Args:
-        call: the call of the layer.
+        call: the layer's call on one batch, with its arguments and chunks.
         x: random tokens.
         chunks: the chunks to run.
     """
@@ -330,8 +331,8 @@ def _is_changed(current: Tensor, copy: Tensor) -> bool:
 
 
 def _counts_no_writes(tensor: Tensor) -> bool:
-    """True if inference mode inside the layer made the tensor [...], which then has no version
-    counter. Writes to such a tensor cannot be detected, so it is not saved for backward."""
+    """True if the tensor [...] has no version counter, because code in the layer made the tensor in
+    inference mode. Writes to such a tensor cannot be detected, so it is not saved for backward."""
     return tensor.is_inference() and not torch.is_inference_mode_enabled()
 
 
@@ -340,8 +341,8 @@ class RecomputedResults:
     """Results of recomputing a few test tokens with a graph.
 
     Attributes:
-        kv: K and V of each attention call.
-        outputs: the outputs of each chunk.
+        kv: K and then V, [B, t, H_kv, D], of each attention call.
+        outputs: hidden states, other outputs and recurrent end states of each chunk, in one list.
         leaves: the leaf tensors of the graph: the input, the differentiable arguments of each chunk
             and the recurrent start states.
         starts: the recurrent start states of each chunk.
@@ -357,16 +358,16 @@ class RecomputedResults:
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """Test runs of a layer over x [..., B, t, h] in one or two chunks, with and without some of its
-    Linears, to find the Linears that can be skipped. Each run starts from the same random state.
+    """Test runs of a layer over t random tokens, with and without some of its Linears, to find the
+    Linears that backward's recomputation can skip. Each run starts from the same random state.
 
     Attributes:
-        call: the call of the layer.
+        call: the layer's call on one batch, with its arguments and chunks.
         linears: the layer's Linears by name.
-        x: random tokens.
-        chunks: the chunks.
-        needs_input: True if x needs a gradient.
-        random: the random state.
+        x: random hidden_states, [..., B, t, h].
+        chunks: the one or two chunks in which each run computes the t tokens.
+        needs_input: True if backward computes the gradient of x.
+        random: state of the random-number generators at the start of each run.
     """
 
     call: LayerCall
@@ -410,8 +411,9 @@ class Trial:
         return results
 
     def refill(self, calls: int, starts: list[States], names: LinearNames) -> list[Tensor]:
-        """Return K [B, t, H_kv, D] and V of each attention call, recomputed without the outputs of
-        some Linears. Backward recomputes K and V this way if forward has not saved them.
+        """Return K [B, t, H_kv, D] and V of each attention call, in the order of
+        `RecomputedResults.kv`, recomputed without the outputs of some Linears. Backward recomputes
+        K and V this way if forward has not saved them.
 
         Args:
             calls: the number of attention calls.
@@ -428,8 +430,9 @@ class Trial:
         return _keys_and_values(prefix)
 
     def gradients(self, names: LinearNames) -> list[Tensor | None]:
-        """Return the gradients [...] of input, arguments, start states and parameters, recomputed
-        without the outputs of the named Linears."""
+        """Return the gradients [...] of input, arguments, start states and parameters for random
+        gradients of the outputs. The layer is recomputed without the outputs of the Linears in
+        `names`."""
         computed_names = [name for name in self.linears if name not in names]
         with compute_outputs(self.linears, computed_names), skip_outputs(self.linears, names):
             return self.gradients_of(self.recompute())
@@ -465,7 +468,7 @@ def _find_unread(
     proposes Linears, and a run without their outputs must give equal results.
 
     Args:
-        call: the call of the layer.
+        call: the layer's call on one batch, with its arguments and chunks.
         linears: the layer's Linears by name.
         needs_input: True if hidden_states need a gradient.
     """

@@ -27,11 +27,12 @@ ARRAY_TYPES = (
 
 
 class SavedValues(NamedTuple):
-    """A tensor or NumPy array [...] and a copy of its values, to restore them.
+    """A tensor [...] or other block of numbers, and a copy of its values, to restore them after a
+    test.
 
     Attributes:
         name: the name for messages.
-        holder: the tensor or array.
+        holder: the tensor, NumPy array, other array, block of memory or file in memory.
         copy: the copied values.
         version: the tensor's version counter; None: it has no counter.
     """
@@ -89,7 +90,7 @@ class CopyOnWrite(TorchDispatchMode):
         tensors: the tensors, as (name, tensor).
 
     Attributes:
-        copies: the copies.
+        copies: the earlier values of the tensors that were written to.
         names: names of the tensors that were written to since this set was last emptied.
     """
 
@@ -161,7 +162,8 @@ def changed_values(snapshots: Iterable[SavedValues]) -> list[SavedValues]:
 
 def content_of(numbers: Any) -> tuple[bytes | str, int]:
     """Return the content of an array, a block of memory or a file in memory, to compare it with its
-    copy, and the position in a file."""
+    copy. The result is a pair: the bytes or text, and the current position in a file (0 for other
+    values)."""
     if isinstance(numbers, MEMORY_FILE_TYPES):
         return numbers.getvalue(), numbers.tell()
     if isinstance(numbers, np.ndarray | array.array):

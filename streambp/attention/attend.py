@@ -1,25 +1,28 @@
-"""Compute one chunk's attention over its prefix, block by block, and its gradients.
+"""Compute one chunk's attention over its prefix (all tokens up to the chunk's end), block by block,
+and its gradients. A block is a rectangle of queries and keys, computed by one kernel call.
 
 [Note: prefix accumulation order] Chunks are differentiated from the last to the first. The keys of
-chunk i are read by the queries of chunks i, i + 1, ... So once chunk i's own backward has added its
-part, the accumulators' slice [s, e) is complete. Autograd then receives the slice as the gradient
-of this chunk's K and V.
+chunk i are read by the queries of chunks i, i + 1, ... All these chunks add to the accumulators,
+the buffers in which dK and dV of the sequence are summed. So once chunk i's own backward has added
+its part, the accumulators' slice [s, e) of the chunk's positions is complete. Autograd then
+receives the slice as the gradient of this chunk's K and V.
 
 q, k and v arrive in autocast's dtype. Attention then disables autocast: in forward by
-`interface.py`, in backward here. Autocast would round the scores of plain products and their
-logsumexp. Fused kernels receive the merged logsumexp and assume float32.
+`interface.py`, in backward here. Autocast would round the scores of attention by plain matrix
+products, and their logsumexp. Fused kernels receive the merged logsumexp and assume float32.
 
 Blocks are combined here too: outputs by their logsumexp, gradients by their sum (DESIGN.md 2,
 "Block attention").
 
 Backward needs do . o of each query. If o is rounded to half precision, a query's score gradients no
-longer add up to zero. Sums over queries (biases, small projections) then show the error.
-FlashAttention's and cuDNN's backward take the rounded o. Plain products take o before rounding if
-it is available, as eager attention's softmax does; and a sink scales o before it is rounded.
+longer add up to zero. Gradients that are sums over queries (of biases, of small projections) then
+show the error. FlashAttention's and cuDNN's backward take the rounded o. Plain products take o
+before rounding if it is available, as eager attention's softmax does; and a sink scales o before it
+is rounded.
 
-A chunk's first block is not added to zeros. Its output, if it covers the whole chunk, is the tensor
-to which the next blocks are added. With two blocks, as in a plain chunk, nothing is written in
-float32: both outputs are read, and their sum is rounded once. With more blocks, sums stay in
+A chunk's first block is not added to zeros. If this block has all of the chunk's queries, the next
+blocks are added to its output. A plain chunk has two blocks, and nothing is written in float32:
+both outputs are read, and their sum is rounded once. If a chunk has more blocks, sums stay in
 promote_types(dtype, float32) up to the last block, which writes the final dtype.
 """
 
@@ -73,11 +76,11 @@ class MergedOutput:
 
     Args:
         q: the chunk's queries, [B, C, H, D].
-        value_size: D_v.
+        value_size: D_v, the head size of the values.
         plan: the blocks (rectangles of queries and keys) that compute the chunk's attention.
         chunk: the chunk's range of positions.
-        wide: True: keep o in promote_types(q's dtype, float32), for later operations on the
-            unrounded o.
+        wide: dtype of the merged o. True: promote_types(q's dtype, float32), for later operations
+            on the unrounded o. False: q's dtype.
     """
 
     def __init__(
@@ -93,13 +96,13 @@ class MergedOutput:
         self._lse: Tensor | None = None
 
     def add(self, number: int, o: Tensor, lse: Tensor) -> None:
-        """Merge one block's output o [b, H, t, D_v] and logsumexp lse [b, H, t]. Both tensors may
-        be overwritten.
+        """Merge one block's output o [b, H, t, D_v] and logsumexp lse [b, H, t] into the chunk's.
+        This object may keep both tensors and overwrite them.
 
         Args:
             number: index of the block in the plan.
             o: attention output over the block's keys alone.
-            lse: its logsumexp.
+            lse: logsumexp of the scores of the block's keys alone.
         """
         plan = self._plan
         block = self._plan.blocks[number]
@@ -126,7 +129,8 @@ class MergedOutput:
         merge(part, self._lse[rows, :, columns], o.transpose(1, 2), lse, part)
 
     def result(self) -> AttentionOutput:
-        """Return the merged o [B, C, H, D_v] in q's dtype, wider if `wide`, and lse [B, H, C]. A
+        """Return the merged o [B, C, H, D_v] and lse [B, H, C] of the chunk. The dtype of o is that
+        of the queries, or promote_types(dtype, float32) if the object was created with wide=True. A
         query that is in no block has o = 0 and lse = -inf. Call this method once, after the last
         `add`."""
         if self._o is None or self._lse is None:
@@ -153,7 +157,8 @@ def merge(
         part_o: [b, t, H, D], not read where `part_lse` is -inf.
         part_lse: [b, H, t] in the dtype of `lse`.
         out: [b, t, H, D], receives the result; may be `o`.
-        all_read: True if every query reads a key of both parts.
+        all_read: True if every query reads a key of both parts, so that no `lse` is -inf. False: a
+            query may read no key.
     """
     if not o.is_cpu and fits_triton(o, part_o, out):
         merge_in_triton(o, lse, part_o, part_lse, out)
@@ -253,8 +258,10 @@ class AttentionParams(NamedTuple):
         softcap: limit of the scores; None: no tanh.
         dropout: probability to drop a weight.
         seed: seed of the first block's dropout mask; block i uses seed + i.
-        bias: [H, 2 T - 1], added to the scores by the distance of key and query; None: no bias.
-        bias_gradient: [H, 2 T - 1], to which backward adds; None: not needed.
+        bias: [H, 2 T - 1], T5's bias for each distance of key and query, added to the scores; None:
+            no bias.
+        bias_gradient: [H, 2 T - 1], to which backward adds the gradient of `bias`; None: not
+            needed.
     """
 
     backend: Backend
@@ -339,11 +346,13 @@ def attend_blocks(
         chunk: the chunk's range of positions.
         params: the kernels, and the scale, softcap and dropout of the attention call.
         sink: [H], the attention sink: logits of one more key without a value; None: no sink.
-        keep_wide: also return o before rounding to q's dtype, if backward can use it.
+        keep_wide: True: also return o before rounding to q's dtype, as `wide`, if plain matrix
+            products compute all blocks. Backward of other kernels reads the rounded o. False:
+            `wide` is None.
         plan: the blocks; None: plan them here.
 
     Returns:
-        The output o [B, C, H, D_v] and its logsumexp.
+        The output o [B, C, H, D_v] in q's dtype, and its logsumexp.
     """
     q = q.transpose(1, 2).contiguous()  # [B, C, H, D]. [Note: one layout]
     if plan is None:
@@ -420,8 +429,9 @@ class PrefixRead(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Add dK [B, H_kv, e, D] and dV of all tokens up to the chunk's end to the shared buffers.
-        Return the gradients of the chunk's own k and v [B, H_kv, C, D], in their dtypes."""
+        """Add `grads`, which are dK [B, H_kv, e, D] and dV of all tokens up to the chunk's end, to
+        the shared buffers. Return the gradients of the chunk's own k and v [B, H_kv, C, D], in the
+        dtypes of K and V, and None for the other two inputs."""
         positions = slice(ctx.chunk.start, ctx.chunk.stop)
         parts = list[Tensor | None]()
         for total, grad, like in zip(
@@ -467,8 +477,8 @@ class PrefixAttention(torch.autograd.Function):
             chunk: the chunk's range of positions.
             params: the kernels, scale, softcap and dropout.
             saved: output that the forward pass saved for this chunk; None: compute attention again.
-            bias: [1, H, 2 T - 1], only to connect the graph: `params` holds the values. None: no
-                bias.
+            bias: [1, H, 2 T - 1], T5's bias for each distance of key and query, only to connect the
+                graph: `params` holds the values. None: no bias.
         """
         attended = saved or attend_blocks(
             q, kv_storage, layout, chunk, params, sink, keep_wide=True
@@ -487,8 +497,8 @@ class PrefixAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return dq [B, H, C, D], dk [B, H_kv, C, D] and dv in q's dtype. Also return the gradients
-        of the sink [H] and of the bias [1, H, 2 T - 1]. `grad` is the output's gradient [B, C, H,
-        D_v].
+        of the sink [H] and of the bias [1, H, 2 T - 1], and None for the other inputs. `grad` is
+        the output's gradient [B, C, H, D_v].
 
         dK and dV of earlier chunks are added to buffers in `kv_storage`, from which these chunks'
         backward reads them later. [Note: prefix accumulation order]

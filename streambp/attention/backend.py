@@ -1,5 +1,6 @@
-"""Choose the kernels that attend, and plan the blocks of a chunk for them. Predict what torch's own
-attention would do."""
+"""Choose the kernels that compute attention. Cut the attention of a chunk into blocks, rectangles
+of queries and keys that one kernel call computes. Predict which kernel torch's own attention would
+choose."""
 
 from __future__ import annotations
 
@@ -50,8 +51,9 @@ from streambp.errors import AttentionChoiceError
 class BlockPurpose(enum.Enum):
     """Purpose of a block (a rectangle of queries and keys), which limits the number of its keys.
 
-    FORWARD: only the output is computed, from K and V in one buffer. BACKWARD: dK and dV are
-    returned as well. STREAMED: K and V are copied to the device chunk by chunk.
+    FORWARD: the output is computed, from K and V of all chunks in one buffer on the device.
+    BACKWARD: dK and dV of the block's keys are returned, so a block may have fewer keys than in
+    FORWARD. TILED: K and V are copied to the device chunk by chunk, in forward and in backward.
     """
 
     FORWARD = "forward"  # keys and values lie in one buffer
@@ -61,11 +63,12 @@ class BlockPurpose(enum.Enum):
 
 class KernelUse(NamedTuple):
     """Kernel that computed blocks (rectangles of queries and keys) of one kind in a layer's last
-    call, for `describe`.
+    call. `describe` prints these kernels.
 
     Attributes:
         kernel: name of the kernel.
-        kind: rule by which pairs of a query and a key counted, such as CAUSAL or MASK.
+        kind: rule for the pairs within a block in which the query reads the key, such as CAUSAL or
+            MASK.
         reason: reason why plain matrix products are the only kernel; "" otherwise.
     """
 
@@ -76,8 +79,8 @@ class KernelUse(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class BlockPlan:
-    """Blocks that together compute a chunk's attention, in the order of their keys. A block is a
-    rectangle of queries and keys, computed by one kernel call. See `attention/kv.py`.
+    """Blocks that together compute a chunk's attention, in the order of their first keys. A block
+    is a rectangle of queries and keys, computed by one kernel call.
 
     Attributes:
         blocks: the blocks.
@@ -85,8 +88,8 @@ class BlockPlan:
         depth: largest number of blocks that contain the same query.
         complete: True if every query is in a block.
         covers: True for each block that contains all of the chunk's queries.
-        by_place: True if the pairs that count follow from the positions of query and key. False if
-            a block reads a mask tensor or document boundaries (cu_seqlens).
+        by_place: True if the positions alone decide which keys of a block each query reads. False
+            if a block needs a mask tensor or document boundaries (cu_seqlens).
         all_read: True if each query reads a key in the first block, and in every other block that
             contains the query.
         kernel_uses: (kernel, kind of block, reason) of the blocks, without duplicates, for reports.
@@ -178,7 +181,8 @@ class Backend:
             layout: keys that each query may read.
             chunk: the chunk's range of positions.
             rows: number of rows of the batch.
-            purpose: purpose of the blocks.
+            purpose: use of the blocks (forward or backward, K and V in one buffer or in tiles),
+                which limits the number of keys of a block.
         """
         key = (self, chunk.start, chunk.stop, purpose)
         plan: BlockPlan | None = layout.caches.get(key)
@@ -300,19 +304,20 @@ def choose_backend(
     """Return the attention kernels (`Backend`) for tensors like q [B, H, T, D] and v [B, H_kv, T,
     D_v].
 
-    "auto" takes only kernels that torch's own attention would take. cuDNN requires `prefers_cudnn`.
-    FlashAttention and the CPU's fused kernel require `torch.backends.cuda.flash_sdp_enabled()`.
-    Memory-efficient attention, if enabled, serves calls that these kernels refuse. Plain products
-    serve the rest. A kernel chosen by name is used even if a switch disables this kernel. The
-    fallbacks obey the switches.
+    "auto" takes only kernels that torch's own attention would take. cuDNN is taken only if torch
+    prefers cuDNN to FlashAttention on the device (`prefers_cudnn`). FlashAttention and the CPU's
+    fused kernel require `torch.backends.cuda.flash_sdp_enabled()`. Memory-efficient attention, if
+    enabled, serves calls that these kernels refuse. Plain matrix products serve the rest. A kernel
+    chosen by name is used even if a switch disables this kernel. Fallbacks for blocks that the
+    kernel refuses obey the switches.
 
     "auto" on a CPU takes plain products for a sink in half precision, because unpatched models
     attend eagerly in this case. The fused kernel's backward takes the rounded o, which triples the
-    error in the gradients of q and k. See `attention/attend.py`. If D_v != D, "auto" on a CPU takes
-    plain products too, as torch does; "flash" pads V instead, as on CUDA.
+    error in the gradients of q and k. If D_v != D, "auto" on a CPU takes plain products too, as
+    torch does; "flash" pads V instead, as on CUDA.
 
     Args:
-        requested: the kernel that the config names, or "auto".
+        requested: the setting `attention` of `StreamConfig`: "auto", "cudnn", "flash" or "math".
         q: a tensor with the shape, dtype and device of the queries.
         v: a tensor like the values.
         dropout: probability to drop a weight.
@@ -395,10 +400,10 @@ class SdpaComparison:
     micro-batch may run unpatched.
 
     Attributes:
-        same_numbers: True if sdpa computes the same numbers. False with a softcap or sinks, which
-            sdpa does not support.
-        heads: number of heads for which sdpa builds the scores [B, H, T, T], because no fused
-            kernel supports the call; 0: a fused kernel supports all calls.
+        same_numbers: True if sdpa computes the same numbers. False with a softcap, sinks or T5's
+            bias, which sdpa does not support.
+        heads: largest H of the calls for which sdpa builds the scores [B, H, T, T], because no
+            fused kernel supports the call; 0: a fused kernel supports all calls.
     """
 
     same_numbers: bool = True
@@ -411,6 +416,7 @@ class SdpaComparison:
         and v [B, H_kv, C, D_v].
 
         Args:
+            dropout: the call's probability to drop a weight.
             same_numbers: True if sdpa computes this call's numbers.
         """
         grouped = q.shape[1] != k.shape[1]

@@ -1,12 +1,13 @@
 """Run the indexers of sparse attention, which pick the keys that each query of a chunk reads.
 
 [Note: indexers] An indexer (DeepSeek V3.2, GLM 5) scores all keys up to a query in each of its
-heads, and picks the highest sums. An indexer has no gradient. Its forward is the model's own,
-called for a few queries at a time. So its scores [B, queries, heads, keys] in float32 take no more
-than `MAX_SCORE_BYTES` bytes. Its keys [B, T, D] are collected over the chunks and dropped after the
-forward. The picks are saved for backward, whose recomputation does not score again. Rounding could
-make a second scoring choose another key than forward did, and the gradient would be another
-function's. A refill needs no picks.
+heads, and picks the highest sums. An indexer has no gradient. The model's own forward is called for
+a few queries at a time. So its scores [B, queries, heads, keys] in float32 take no more than
+`MAX_SCORE_BYTES` bytes. The indexer's keys [B, T, D] are collected over the chunks and dropped
+after the forward. The picks are saved for backward, whose recomputation does not score again.
+Rounding could make a second scoring choose another key than forward did, and the gradient would be
+another function's. A refill, a pass at the start of backward that recomputes K and V alone, needs
+no picks.
 """
 
 from __future__ import annotations
@@ -38,12 +39,14 @@ def indexers_of(module: nn.Module) -> list[nn.Module]:
 
 @contextlib.contextmanager
 def pick_keys(indexers: Sequence[nn.Module], chunk_attention: ChunkAttention) -> Iterator[None]:
-    """Context manager in which indexers (modules that pick the keys of each query) compute their
-    picks for one chunk's queries. In backward the indexers return the picks saved in forward.
+    """Context manager in which indexers, modules that pick the keys of each query, compute the keys
+    of one chunk's queries. Backward returns the picks saved in forward instead. The indexers'
+    `forward` is replaced meanwhile.
 
     Args:
         indexers: the layer's indexers.
-        chunk_attention: the object that computes the chunk's attention.
+        chunk_attention: the object that computes the chunk's attention. The object has the saved
+            picks (`picks`), and receives the picks of this chunk (`chunk_picks`).
     """
     assert isinstance(chunk_attention, PrefixChunkAttention)
     instance_forwards = [(indexer, indexer.__dict__.get("forward")) for indexer in indexers]

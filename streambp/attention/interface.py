@@ -3,15 +3,17 @@ connect a layer's chunks to the keys and values of earlier chunks.
 
 [Note: carriers] `admission/stacks.py` chooses a layer's kind once. A kind is two objects: an
 attention carrier (this module and `attention/kinds.py`), and a state carrier
-(`recurrent/carriers.py`). The step asks the two carriers for a chunk's arguments, and never which
-kind a layer is. An attention carrier replaces the layer's mask and cache:
+(`recurrent/carriers.py`). The code that computes a chunk asks the two carriers for the chunk's
+arguments, and never which kind a layer is. An attention carrier replaces the layer's mask or cache:
 
-    `NoAttention`             the layer reads no keys                             nothing is
-    replaced `InterfaceAttention`      it attends through transformers' attention          a
-    `ChunkAttention` for its mask `BidirectionalAttention`  the same, and its mask may let queries
-    read ahead   the same `SparseAttention`         the same, over keys that an indexer picks
-    the same, and the indexer's forward `CacheAttention`          it attends by itself over what its
-    cache returns    a `ChunkCache`, and its mask cut
+    class                     the layer                             replaced
+    `NoAttention`             reads no keys                         nothing
+    `InterfaceAttention`      calls transformers' attention         the mask, by a `ChunkAttention`
+    `BidirectionalAttention`  the same; queries may read ahead      the mask, as above
+    `SparseAttention`         the same; an indexer picks the keys   the mask, the indexer's forward
+    `CacheAttention`          attends to what its cache returns     the cache, by a `ChunkCache`
+
+`CacheAttention` also cuts the mask to the chunk.
 """
 
 from __future__ import annotations
@@ -87,13 +89,14 @@ def stream_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Compute attention as a function of transformers' attention interface: query [B, H, C, D], key
-    and value [B, H_kv, C, D] -> [B, C, H, D_v].
+    and value [B, H_kv, C, D] -> [B, C, H, D_v], and None in place of the attention weights.
 
     `attention_mask` is a `ChunkAttention` in a layer that is computed chunk by chunk. This object
     has K and V of earlier chunks and the keys that each query may read, so a `sliding_window`
     argument is already included. Any other layer passes the model's own mask: a `LazyMask`, a 4-D
     tensor, or None for causal. The sequence is then attended as one chunk. Keys from another
-    sequence (cross-attention to an image) are attended by the model's sdpa.
+    sequence (cross-attention to an image) are attended by the model's own function, sdpa or eager.
+    The other arguments are those of transformers' attention functions.
 
     Raises:
         UnsupportedModelError: the module attends in a way that streambp does not support, such as
@@ -114,9 +117,7 @@ def stream_attention(
             )
             return result
     features = list[str]()
-    sink = None
-    picks = None
-    bias = None
+    sink = picks = bias = None
     if not kwargs.keys().isdisjoint(UNSUPPORTED_ARGUMENTS):
         features, sink, picks = _unsupported_arguments(attention_mask, kwargs)
         bias = kwargs.get(POSITION_BIAS)
@@ -127,7 +128,7 @@ def stream_attention(
         or key.shape[2] != query.shape[2]
     ):
         kwargs.update(dropout=dropout, scaling=scaling)
-        return _attend_elsewhere(
+        return _attend_as_unpatched(
             module, (query, key, value), attention_mask, softcap, features, is_causal, kwargs
         )
     if not (
@@ -159,17 +160,19 @@ def stream_attention(
 
 
 def _distance_bias(module: nn.Module, bias: Any, mask: Any) -> Tensor | None:
-    """Return T5's bias of each distance, [1, H, 2 T - 1], for one chunk of a layer. None if the
-    call's bias is another one, or if the layer is not computed chunk by chunk.
+    """Return the bias that T5's attention adds by the distance of key and query, one value for each
+    head and distance: [1, H, 2 T - 1]. T is the length of the sequence, or of its part up to the
+    chunk's end.
 
-    A module that computes its own bias (UMT5) counts positions from 0 in each chunk. This function
-    computes the bias again, for all distances that the chunk's attention needs. The module's bias
-    is returned as it is if the chunk's attention does not read it.
+    Return None if the bias is not T5's, or if the layer is not computed chunk by chunk.
 
     Args:
         module: the attention module.
-        bias: the bias that the module passed.
-        mask: the chunk's attention.
+        bias: the bias that the module passed. A bias by distance (T5) is returned unchanged.
+            Another module (UMT5) computes a bias for each pair of positions, counted from 0 in each
+            chunk. The bias by distance is then computed anew from the module's table. If the
+            chunk's attention reads no bias, `bias` is returned unchanged.
+        mask: the call's attention_mask, a `ChunkAttention` if the layer is computed chunk by chunk.
     """
     if not isinstance(mask, ChunkAttention) or not isinstance(bias, Tensor):
         return None
@@ -183,9 +186,11 @@ def _distance_bias(module: nn.Module, bias: Any, mask: Any) -> Tensor | None:
 
 
 def _is_causal_without_a_mask(module: nn.Module) -> bool:
-    """True if an attention module is causal, and passes is_causal=False with any mask (Moonshine).
+    """True if an attention module is causal only in calls without a mask (Moonshine). In calls with
+    a mask, such a module passes is_causal=False, and the mask alone decides which keys are read.
 
-    The mask then says which keys are read. A streamed layer has a mask in every call.
+    A streamed layer gets a mask in every call. So is_causal=False does not make such a module
+    bidirectional.
     """
     code = getattr(written_forward(module), "__code__", None)
     names = () if code is None else code.co_names
@@ -203,7 +208,7 @@ def _own_function(module: nn.Module) -> Any:
     return AttentionInterface().get(implementation, eager)
 
 
-def _attend_elsewhere(
+def _attend_as_unpatched(
     module: nn.Module,
     tensors: tuple[Tensor, Tensor, Tensor],
     mask: Any,
@@ -296,9 +301,17 @@ def _keep_picks(mask: Any, picks: Tensor, length: int) -> Tensor:
 def _unsupported_arguments(
     mask: Any, kwargs: Mapping[str, Any]
 ) -> tuple[list[str], Tensor | None, Tensor | None]:
-    """Return the names of an attention call's arguments that streambp does not support, the logits
-    [H] of an attention sink, and the keys [B, S, k] that an indexer picked. Sink and keys are None
-    if the call has none."""
+    """Return three results on an attention call: the names of its unsupported arguments, the logits
+    [H] of attention sinks, and the positions [B, S, k] of picked keys.
+
+    A sink's logit enters the softmax of all queries of a head, like a key without a value. An
+    indexer picks k keys for each of S queries. Logits or positions are None if the call has none.
+
+    Args:
+        mask: the call's attention_mask. Picked keys are unsupported unless the mask is a
+            `ChunkAttention` of a layer with sparse attention.
+        kwargs: the call's other keyword arguments.
+    """
     passed = {name for name, value in kwargs.items() if value is not None}
     features = [name for name in FOREIGN_ARGUMENTS if name in passed]
     picks = kwargs.get(PICKS_ARGUMENT)
@@ -341,12 +354,12 @@ def _whole_sequence(query: Tensor, key: Tensor, mask: Any, kwargs: Any) -> Prefi
 
 
 def encoder_masks(arguments: Mapping[Any, Any], configs: list[PreTrainedConfig]) -> dict[Any, Any]:
-    """Return the masks of a decoder layer's cross-attention, by argument, as tensors [B, 1, 1, S].
-    None stands for a mask by which all S positions of the encoder are read.
+    """Return the masks of a decoder layer's cross-attention, as a dict from keys of `arguments` to
+    tensors [B, 1, 1, S]. None in place of a tensor: all S positions of the encoder are read.
 
     Args:
-        arguments: the layer's arguments. A bidirectional mask belongs to cross-attention if there
-            is another mask too, for the layer's own attention.
+        arguments: the layer's arguments, by name or index. A bidirectional mask belongs to
+            cross-attention if there is another mask too, for the layer's own attention.
         configs: the configs of the layer's attention modules.
     """
     masks: dict[Any, LazyMask] = {}
@@ -365,7 +378,7 @@ def encoder_masks(arguments: Mapping[Any, Any], configs: list[PreTrainedConfig])
 
 class RoutedImplementation(str):
     """Value of a config's `_attn_implementation` while layers with this config are chunked: a
-    string with the name of `stream_attention`.
+    string, the name under which `stream_attention` is registered.
 
     Attributes:
         original: the config's own implementation, which a copied or pickled config gets back.
@@ -522,12 +535,14 @@ class NoAttention:
     recurrence alone). Subclasses are the adapters for layers with attention.
 
     Attributes:
-        costs: text of `describe` about the costs.
-        why_not_split: reason why the tokens cannot be sharded over ranks.
-        in_tiles: True if K and V may be stored chunk by chunk, some of them in host memory.
-        reads_a_mask: True if the layer passes attention_mask to attention only.
+        costs: text that `describe` prints about the attention's time and memory; None: no text.
+        why_not_split: reason why the tokens cannot be sharded over ranks; None: they can.
+        in_tiles: True if K and V may be stored chunk by chunk, some of them in host memory. False
+            if all K and V must be in one buffer on the device.
+        reads_a_mask: True if the layer passes attention_mask to attention only. False if attention
+            gets no mask, or if the layer itself reads the mask.
         ours: True if streambp's attention replaces the layer's own. A test run can then hide the
-            keys of other chunks from queries.
+            keys of other chunks from queries. False if the layer's own attention code runs.
         picks_keys: True if the keys of a query are selected by the contents of the keys.
         reads_ahead: True if the layer's attention modules are bidirectional, so that the mask alone
             decides which keys a query reads.
@@ -614,11 +629,15 @@ class NoAttention:
     def unchunked_run(
         self, configs: list[PreTrainedConfig], args: Any, kwargs: Any
     ) -> tuple[contextlib.AbstractContextManager[None], Any, Any]:
-        """Return a context manager and the layer's arguments for an unchunked run of the layer
-        under torch's checkpoint.
+        """Return a context manager, and the layer's positional and keyword arguments, for a run of
+        the layer on all tokens at once. The caller runs the layer with these arguments inside the
+        context: in forward, and again in backward under torch's checkpoint.
+
+        Here streambp's attention function replaces the layer's in the context, and the arguments
+        are unchanged.
 
         Args:
-            configs: the configs that the method `configs` returned for the layer.
+            configs: the configs of the layer's attention modules, from the method `configs`.
             args: the layer's positional arguments.
             kwargs: the layer's keyword arguments.
         """
@@ -627,8 +646,8 @@ class NoAttention:
     def unpatched_arguments(
         self, arguments: dict[str, Any], length: int, mask: Callable[[LazyMask], Any]
     ) -> dict[str, Any]:
-        """Return the layer's arguments for the first `length` tokens, with the masks that the
-        unpatched model would pass to the layer.
+        """Return the layer's arguments for a test run of the layer's own forward on the first
+        `length` tokens, with the masks that the unpatched model would pass to the layer.
 
         Args:
             arguments: the layer's arguments by name.
@@ -675,11 +694,14 @@ class InterfaceAttention(NoAttention):
     def chunk_arguments(
         self, arguments: dict[str, Any], chunk_attention: ChunkAttention
     ) -> tuple[dict[str, Any], ReadKeys | None]:
-        """Return the layer's arguments for one chunk, in which `chunk_attention` replaces the
-        attention mask, and None (no cache).
+        """Return a dict of the layer's arguments for one chunk, in which `chunk_attention` replaces
+        the attention mask. The second result is None, because this layer gets no cache.
+
+        Also set two attributes of `chunk_attention`: `takes_picks` is True if an indexer picks each
+        query's keys, and `bidirectional` if queries may read later keys.
 
         Args:
-            arguments: the layer's arguments by name.
+            arguments: the layer's arguments by name; not changed.
             chunk_attention: the object that computes the chunk's attention.
         """
         chunk_attention.takes_picks = self.picks_keys
@@ -705,11 +727,15 @@ class InterfaceAttention(NoAttention):
     def unchunked_run(
         self, configs: list[PreTrainedConfig], args: Any, kwargs: Any
     ) -> tuple[contextlib.AbstractContextManager[None], Any, Any]:
-        """Return a context manager and the layer's arguments, for running the layer unchunked under
-        torch's checkpoint. The masks of cross-attention become tensors.
+        """Return a context manager, and the layer's positional and keyword arguments, for a run of
+        the layer on all tokens at once. The caller runs the layer with these arguments inside the
+        context: in forward, and again in backward under torch's checkpoint.
+
+        Here streambp's attention function replaces the layer's in the context. The returned
+        arguments have tensors as masks of cross-attention.
 
         Args:
-            configs: the configs that the method `configs` returned for the layer.
+            configs: the configs of the layer's attention modules, from the method `configs`.
             args: the layer's positional arguments.
             kwargs: the layer's keyword arguments.
         """
@@ -720,12 +746,13 @@ class InterfaceAttention(NoAttention):
     def unpatched_arguments(
         self, arguments: dict[str, Any], length: int, mask: Callable[[LazyMask], Any]
     ) -> dict[str, Any]:
-        """Return the layer's arguments with the model's own mask in place of each `LazyMask`.
-        Arguments without a `LazyMask` get a causal mask.
+        """Return the layer's arguments with the model's own mask in place of each `LazyMask`, for a
+        test run of the layer's own forward. If there is no `LazyMask`, `attention_mask` becomes a
+        causal mask.
 
         Args:
             arguments: the layer's arguments by name.
-            length: number of tokens.
+            length: number of tokens; not read here.
             mask: function from a `LazyMask` to the mask that transformers' own mask function makes.
         """
         replacements = {name: replace_masks(value, mask) for name, value in arguments.items()}

@@ -1,8 +1,8 @@
 """Kernels for one block of attention: forward to (o, lse), backward from the *merged* (o, lse).
 
 A block is a rectangle of the attention matrix (`spans.Block`). Forward returns the output and the
-logsumexp of the block's own softmax. Backward receives the output and logsumexp of the complete
-row, merged over all its blocks. Every kernel recomputes the weights as exp(score - lse), so the
+logsumexp of the block's own softmax. Backward receives each query's output and logsumexp over all
+its keys, merged over all blocks. Every kernel recomputes the weights as exp(score - lse), so the
 parts that it returns add up to the exact gradient (DESIGN.md section 2, "Block attention").
 
 Shapes: q [B, H, Tq, D]; k [B, H_kv, Tk, D]; v [B, H_kv, Tk, D_v]; o, do [B, H, Tq, D_v]; lse [B, H,
@@ -44,19 +44,32 @@ CUDNN_MIN_TOKENS = 256
 
 class Task(NamedTuple):
     """Arguments of an attention kernel's forward and backward other than q, k and v, for one
-    rectangle of queries and keys. Only plain products read the two tensors of T5's bias."""
+    rectangle of queries and keys. Only the kernel of plain matrix products reads `tile`, `bias` and
+    `bias_gradient`.
+
+    Attributes:
+        block: the rectangle.
+        scale: factor of q @ k^T.
+        tile: [B or 1, H or 1, Tq, Tk], the mask of a block of kind MASK; None: another kind.
+        ends: cu_seqlens of the queries and of the keys, [documents + 1] each in int32, of a block
+            of kind VARLEN; None: another kind, or the kernel makes them.
+        dropout: probability to drop a weight.
+        seed: seed of the dropout mask.
+        softcap: limit of the scores; None: no limit.
+        bias: [H, 2 T - 1], T5's bias for each distance of two positions; None: no bias.
+        bias_gradient: [H, 2 T - 1], to which backward adds the gradient of `bias`; None: not
+            needed.
+    """
 
     block: Block
     scale: float
-    tile: Tensor | None = None  # [B or 1, H or 1, Tq, Tk] for BlockKind.MASK
-    ends: tuple[Tensor, Tensor] | None = (
-        None  # the block's cu_q and cu_k in int32, for BlockKind.VARLEN
-    )
+    tile: Tensor | None = None
+    ends: tuple[Tensor, Tensor] | None = None
     dropout: float = 0.0
     seed: int = 0
     softcap: float | None = None
-    bias: Tensor | None = None  # [H, 2 T - 1], for each distance of two positions
-    bias_gradient: Tensor | None = None  # [H, 2 T - 1], to which backward adds
+    bias: Tensor | None = None
+    bias_gradient: Tensor | None = None
 
 
 class Kernel(Protocol):
@@ -112,8 +125,9 @@ class Kernel(Protocol):
             k: [B, H_kv, Tk, D], the block's keys.
             v: [B, H_kv, Tk, D_v], the block's values.
             o: [B, H, Tq, D_v], the attention output over all keys, not this block's alone.
-            lse: [B, H, Tq], its logsumexp over all keys.
-            task: the arguments of forward, with the same seed.
+            lse: [B, H, Tq], the logsumexp of the scores over all keys.
+            task: the block and the settings of forward, with the same seed, so that the same
+                weights are dropped.
         """
         ...
 
@@ -152,9 +166,9 @@ def cut_columns(x: Tensor, size: int) -> Tensor:
 
 
 class MathKernel(Kernel):
-    """Attention by plain matrix products in promote_types(dtype, float32), with dropout, softcap
-    and any head size. Supports every kind of block except WINDOW (a sliding window) and VARLEN
-    (packed documents)."""
+    """Attention kernel of plain matrix products in promote_types(dtype, float32), with dropout,
+    softcap and any head size. Supports every kind of block except WINDOW (a sliding window) and
+    VARLEN (packed documents)."""
 
     name = "math"
     kinds = frozenset(BlockKind) - {BlockKind.VARLEN, BlockKind.WINDOW}
@@ -166,8 +180,9 @@ class MathKernel(Kernel):
         return block.kind in self.kinds
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, task: Task) -> tuple[Tensor, Tensor]:
-        """Return the attention output o [B, H, Tq, D_v] and its logsumexp lse [B, H, Tq], both in
-        promote_types(dtype, float32). Arguments as in `Kernel.forward`."""
+        """Return the output o [B, H, Tq, D_v] and the logsumexp lse [B, H, Tq] of attention over
+        one block's keys alone, both in promote_types(dtype, float32). Arguments as in
+        `Kernel.forward`."""
         # [B, H_kv, G, Tq, Tk]
         scores = self._masked(self._scores(q, k, task), q, k, task)
         v = _widen(v)
@@ -182,8 +197,9 @@ class MathKernel(Kernel):
     def backward(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, task: Task
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dq [B, H, Tq, D], dk [B, H_kv, Tk, D] and dv [B, H_kv, Tk, D_v] in
-        promote_types(dtype, float32). Arguments as in `Kernel.backward`.
+        """Return dq [B, H, Tq, D], dk [B, H_kv, Tk, D] and dv [B, H_kv, Tk, D_v] of one block in
+        promote_types(dtype, float32). `do`, `o` and `lse` belong to the attention over all keys.
+        Arguments as in `Kernel.backward`.
 
         The dropout mask is drawn again from the seed in `task`.
         """
@@ -243,8 +259,8 @@ class CpuFlashKernel(Kernel):
     tiling = Tiling(k_block=K_BLOCK)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, task: Task) -> tuple[Tensor, Tensor]:
-        """Return the attention output o [B, H, Tq, D] in q's dtype, and its logsumexp lse [B, H,
-        Tq]. Arguments as in `Kernel.forward`."""
+        """Return the output o [B, H, Tq, D] and the logsumexp lse [B, H, Tq] of attention over one
+        block's keys alone. `o` has q's dtype. Arguments as in `Kernel.forward`."""
         causal = task.block.kind is BlockKind.CAUSAL
         o, lse = aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, causal, scale=task.scale
@@ -254,8 +270,8 @@ class CpuFlashKernel(Kernel):
     def backward(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, task: Task
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dq [B, H, Tq, D], dk and dv [B, H_kv, Tk, D] in q's dtype. Arguments as in
-        `Kernel.backward`."""
+        """Return dq [B, H, Tq, D], dk and dv [B, H_kv, Tk, D] of one block in q's dtype. `do`, `o`
+        and `lse` belong to the attention over all keys. Arguments as in `Kernel.backward`."""
         causal = task.block.kind is BlockKind.CAUSAL
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
             do, q, k, v, o, lse, 0.0, causal, scale=task.scale
@@ -267,8 +283,9 @@ class FlashKernel(Kernel):
 
     Args:
         bottom_right: True if causal blocks may have more keys than queries, aligned at the last
-            key.
-        packs: True if the kernel supports sliding windows and packed documents (cu_seqlens).
+            key. False if causal blocks must be squares.
+        packs: True if the kernel supports sliding windows and packed documents (cu_seqlens). False
+            if another kernel must compute these blocks.
     """
 
     name = "flash"
@@ -283,8 +300,8 @@ class FlashKernel(Kernel):
         )
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, task: Task) -> tuple[Tensor, Tensor]:
-        """Return o [B, H, Tq, D] in q's dtype, and lse [B, H, Tq]. Arguments as in
-        `Kernel.forward`.
+        """Return the output o [B, H, Tq, D] and the logsumexp lse [B, H, Tq] of attention over one
+        block's keys alone. `o` has q's dtype. Arguments as in `Kernel.forward`.
 
         Blocks of packed documents (kind VARLEN) are passed to the kernel as one packed row [T, H,
         D].
@@ -310,8 +327,8 @@ class FlashKernel(Kernel):
     def backward(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, task: Task
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dq [B, H, Tq, D], dk and dv [B, H_kv, Tk, D] in q's dtype. Arguments as in
-        `Kernel.backward`."""
+        """Return dq [B, H, Tq, D], dk and dv [B, H_kv, Tk, D] of one block in q's dtype. `do`, `o`
+        and `lse` belong to the attention over all keys. Arguments as in `Kernel.backward`."""
         kind = task.block.kind
         no_dropout = (
             torch.empty(2, dtype=torch.uint64, device=q.device),
@@ -335,15 +352,15 @@ class FlashKernel(Kernel):
 
 class CudnnKernel(Kernel):
     """cuDNN's fused attention kernel on Hopper and later, with nearly twice FlashAttention-2's
-    speed. Causal blocks must be squares."""
+    speed. Causal blocks must be squares, with keys at the positions of the queries."""
 
     name = "cudnn"
     kinds = frozenset({BlockKind.FULL, BlockKind.CAUSAL})
     tiling = Tiling(k_block=2 * K_BLOCK, k_forward=4 * K_BLOCK, min_tokens=CUDNN_MIN_TOKENS)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, task: Task) -> tuple[Tensor, Tensor]:
-        """Return the attention output o [B, H, Tq, D_v] in q's dtype, and its logsumexp lse [B, H,
-        Tq]. Arguments as in `Kernel.forward`."""
+        """Return the output o [B, H, Tq, D_v] and the logsumexp lse [B, H, Tq] of attention over
+        one block's keys alone. `o` has q's dtype. Arguments as in `Kernel.forward`."""
         causal = task.block.kind is BlockKind.CAUSAL
         o, lse, *_ = aten._scaled_dot_product_cudnn_attention(
             q, k, v, None, True, 0.0, causal, False, scale=task.scale
@@ -353,8 +370,9 @@ class CudnnKernel(Kernel):
     def backward(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, task: Task
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dq [B, H, Tq, D], dk [B, H_kv, Tk, D] and dv [B, H_kv, Tk, D_v] in q's dtype.
-        Arguments as in `Kernel.backward`. [Note: one layout]"""
+        """Return dq [B, H, Tq, D], dk [B, H_kv, Tk, D] and dv [B, H_kv, Tk, D_v] of one block in
+        q's dtype. `do`, `o` and `lse` belong to the attention over all keys. Arguments as in
+        `Kernel.backward`. [Note: one layout]"""
         causal = task.block.kind is BlockKind.CAUSAL
         philox = torch.empty(0, dtype=torch.uint64, device=q.device)
         return aten._scaled_dot_product_cudnn_attention_backward(

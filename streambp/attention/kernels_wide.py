@@ -1,4 +1,6 @@
-"""Kernels for head sizes that FlashAttention and cuDNN refuse. `kernels` defines the shapes."""
+"""Attention kernels for head sizes that FlashAttention and cuDNN refuse. The docstring of
+`attention/kernels.py` defines the shapes.
+"""
 
 from __future__ import annotations
 
@@ -33,6 +35,9 @@ class PaddedKernel(Kernel):
     refuses. If V alone must be padded for all blocks, V is padded once in its buffer instead,
     without this kernel. Each call copies k and v of its block to pad them, so blocks are limited to
     few keys.
+
+    Args:
+        inner: the kernel that is called on the padded tensors.
     """
 
     def __init__(self, inner: Kernel) -> None:
@@ -44,8 +49,9 @@ class PaddedKernel(Kernel):
         )
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, task: Task) -> tuple[Tensor, Tensor]:
-        """Return o [B, H, Tq, D_v], a view of the padded output, and lse [B, H, Tq]. Arguments as
-        in `Kernel.forward`."""
+        """Return the output o [B, H, Tq, D_v] and the logsumexp lse [B, H, Tq] of attention over
+        one block's keys alone. `o` is a view of the padded output. Arguments as in
+        `Kernel.forward`."""
         width = _padded_size(q, v)
         o, lse = self.inner.forward(_pad(q, width), _pad(k, width), _pad(v, width), task)
         return cut_columns(o, v.shape[-1]), lse
@@ -53,8 +59,9 @@ class PaddedKernel(Kernel):
     def backward(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, task: Task
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dq [B, H, Tq, D], dk [B, H_kv, Tk, D] and dv [B, H_kv, Tk, D_v], as views of
-        padded tensors. Arguments as in `Kernel.backward`."""
+        """Return dq [B, H, Tq, D], dk [B, H_kv, Tk, D] and dv [B, H_kv, Tk, D_v] of one block, as
+        views of padded tensors. `do`, `o` and `lse` belong to the attention over all keys.
+        Arguments as in `Kernel.backward`."""
         width = _padded_size(q, v)
         size = q.shape[-1]
         do, q, k, wide_v, o = (_pad(x, width) for x in (do, q, k, v, o))
@@ -66,9 +73,9 @@ class EfficientKernel(Kernel):
     """torch's memory-efficient attention kernel on CUDA, for any D and D_v. The operator does not
     support grouped queries, so k and v are repeated for all query heads.
 
-    The operator's backward reads o only to compute the row sums of o times its gradient. Backward
-    may therefore pass o and the logsumexp over all keys of a query, instead of those over the
-    block's keys.
+    The operator's backward reads o only to compute the sum of o times the gradient of o for each
+    query. Backward may therefore pass o and the logsumexp over all keys of a query, instead of o
+    and the logsumexp over the block's keys.
     """
 
     name = "efficient"
@@ -77,8 +84,9 @@ class EfficientKernel(Kernel):
     tiling = Tiling(k_block=K_BLOCK // 2, k_forward=K_BLOCK // 2)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, task: Task) -> tuple[Tensor, Tensor]:
-        """Return o [B, H, Tq, D_v] in q's dtype, and lse [B, H, Tq], a slice of the operator's
-        logsumexp, which has more rows for alignment. Arguments as in `Kernel.forward`."""
+        """Return the output o [B, H, Tq, D_v] and the logsumexp lse [B, H, Tq] of attention over
+        one block's keys alone. `o` has q's dtype. `lse` is a view of a tensor that has more entries
+        for alignment. Arguments as in `Kernel.forward`."""
         causal = task.block.kind is BlockKind.CAUSAL
         groups = q.shape[1] // k.shape[1]
         o, lse, *_ = kernels.aten._scaled_dot_product_efficient_attention(
@@ -97,7 +105,8 @@ class EfficientKernel(Kernel):
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, task: Task
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return dq [B, H, Tq, D] in q's dtype, dk [B, H_kv, Tk, D] and dv [B, H_kv, Tk, D_v] in
-        q's dtype or wider. Arguments as in `Kernel.backward`."""
+        q's dtype or wider, of one block. `do`, `o` and `lse` belong to the attention over all keys.
+        Arguments as in `Kernel.backward`."""
         causal = task.block.kind is BlockKind.CAUSAL
         groups = q.shape[1] // k.shape[1]
         padding = -lse.shape[2] % LSE_ALIGNMENT
@@ -135,14 +144,14 @@ def _pad(x: Tensor, width: int) -> Tensor:
 
 
 def _repeat_heads(x: Tensor, groups: int) -> Tensor:
-    """Repeat each key head for its query heads, for a kernel without grouped queries: [B, H_kv, T,
-    D] -> [B, H, T, D]."""
+    """Repeat each key head for its `groups` query heads, for a kernel without grouped queries: [B,
+    H_kv, T, D] -> [B, H, T, D]."""
     return x if groups == 1 else x.repeat_interleave(groups, 1)
 
 
 def _sum_heads(x: Tensor, groups: int) -> Tensor:
-    """Sum a gradient over the query heads of each key head: [B, H, T, D] -> [B, H_kv, T, D], in
-    float32 or wider. The inverse of `_repeat_heads` in backward."""
+    """Sum a gradient over the `groups` query heads of each key head: [B, H, T, D] -> [B, H_kv, T,
+    D], in float32 or wider. This is the backward of `_repeat_heads`."""
     if groups == 1:
         return x
     wide = torch.promote_types(x.dtype, torch.float32)

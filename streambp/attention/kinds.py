@@ -1,6 +1,7 @@
-"""Adapters for layers with other attention than causal attention by transformers' interface.
+"""Adapters between decoder layers and chunked attention, for layers with other attention than
+causal attention by transformers' interface.
 
-`admission/stacks.py` chooses a layer's adapter, as `attention/interface.py` tells. [Note: carriers]
+`admission/stacks.py` chooses a layer's adapter. [Note: carriers]
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ def _with_own_masks(
     configs: list[PreTrainedConfig], args: Any, kwargs: Any
 ) -> tuple[contextlib.AbstractContextManager[None], Any, Any]:
     """Return a context manager in which a layer attends with the model's own attention, and the
-    layer's arguments with the model's own masks in place of each `LazyMask`.
+    layer's positional and keyword arguments. The returned arguments have the model's own masks. A
+    `LazyMask`, which streambp passes in place of a mask, is replaced.
 
     Args:
         configs: the configs of the layer's attention modules.
@@ -94,8 +96,9 @@ class BidirectionalAttention(InterfaceAttention):
         """Return the reason why the layer cannot be chunked with its attention_mask; None if it
         can. Accepted are a `LazyMask` and a tensor [B or 1, H or 1, T or 1, T].
 
-        A module with is_causal=False leaves the mask alone to decide. sdpa gets no mask in place of
-        a causal mask, and then reads all keys. Eager attention always gets a mask.
+        If a module has is_causal=False, the mask alone decides which keys are read. For a causal
+        mask, transformers may pass None to sdpa, which then reads all keys. A layer with such a
+        mask is not chunked. Eager attention always gets a mask.
 
         Args:
             layer: the decoder layer.
@@ -127,11 +130,16 @@ class BidirectionalAttention(InterfaceAttention):
     def unchunked_run(
         self, configs: list[PreTrainedConfig], args: Any, kwargs: Any
     ) -> tuple[contextlib.AbstractContextManager[None], Any, Any]:
-        """Return a context manager and the layer's arguments, for running the layer unchunked under
-        torch's checkpoint, with the model's own attention and masks.
+        """Return a context manager, and the layer's positional and keyword arguments, for a run of
+        the layer on all tokens at once. The caller runs the layer with these arguments inside the
+        context: in forward, and again in backward under torch's checkpoint.
+
+        The context makes the layer attend by its own implementation (sdpa or eager). The returned
+        arguments have transformers' own masks. A `LazyMask`, which streambp passes in place of a
+        mask, is replaced.
 
         Args:
-            configs: the configs that the method `configs` returned for the layer.
+            configs: the configs of the layer's attention modules, from the method `configs`.
             args: the layer's positional arguments.
             kwargs: the layer's keyword arguments.
         """
@@ -160,19 +168,29 @@ class ForeignAttention(NoAttention):
     def take_mask(
         self, layer: nn.Module, arguments: dict[str, Any], x: Tensor, documents: int | None
     ) -> str:
-        """Return the reason why the layer cannot be chunked: its attention's forward was replaced.
-        The reason is the same for all hidden states x [..., B, T, h] and all masks."""
+        """Return the reason, as text for `streambp.describe`, why the layer runs unchunked: the
+        forward of its attention was replaced. Other adapters check the layer's mask in this method.
+        This adapter reads no argument, and returns the same reason for every call.
+
+        Args:
+            layer: the decoder layer.
+            arguments: the layer's arguments by name; not changed.
+            x: hidden_states [..., B, T, h].
+            documents: number of documents that position_ids mark in packed rows; None: no
+                documents.
+        """
         return (
             f"{self.by} stands in the place of its attention's forward, and attends in its own way"
         )
 
 
 def _with_bias_of_pairs(arguments: dict[str, Any], length: int) -> dict[str, Any]:
-    """Return arguments of a layer for its own forward without chunks, with the bias of all pairs
-    [1, H, T, T] in place of the bias of each distance.
+    """Return arguments of a layer for its own forward without chunks. T5's bias of all pairs of
+    positions, [1, H, T, T], replaces the bias of each distance.
 
     Args:
-        arguments: arguments of the layer by name.
+        arguments: arguments of the layer by name, returned unchanged if they have no bias of each
+            distance.
         length: T.
     """
     bias = arguments.get(POSITION_BIAS)
@@ -220,16 +238,34 @@ class BiasedAttention(InterfaceAttention):
     def unchunked_run(
         self, configs: list[PreTrainedConfig], args: Any, kwargs: Any
     ) -> tuple[contextlib.AbstractContextManager[None], Any, Any]:
-        """Return the context manager and the arguments for an unchunked run of the layer, in which
-        the model's own masks and the bias of all pairs are used."""
+        """Return a context manager, and the layer's positional and keyword arguments, for a run of
+        the layer on all tokens at once. The caller runs the layer with these arguments inside the
+        context: in forward, and again in backward under torch's checkpoint.
+
+        The context makes the layer attend by its own implementation (sdpa or eager). The returned
+        arguments have transformers' own masks. They have T5's bias of all pairs of positions if the
+        layer got the bias of each distance.
+
+        Args:
+            configs: the configs of the layer's attention modules, from the method `configs`.
+            args: the layer's positional arguments.
+            kwargs: the layer's keyword arguments.
+        """
         kwargs = _with_bias_of_pairs(kwargs, args[0].shape[-2])
         return _with_own_masks(configs, args, kwargs)
 
     def unpatched_arguments(
         self, arguments: dict[str, Any], length: int, mask: Callable[[LazyMask], Any]
     ) -> dict[str, Any]:
-        """Return the layer's arguments for the first `length` tokens, with the model's own masks
-        and the bias of all pairs."""
+        """Return the layer's arguments for a test run of the layer's own forward on the first
+        `length` tokens. The arguments have the model's own masks, and T5's bias of all pairs of
+        positions.
+
+        Args:
+            arguments: the layer's arguments by name.
+            length: number of tokens.
+            mask: function from a `LazyMask` to the mask that transformers' own mask function makes.
+        """
         return _with_bias_of_pairs(super().unpatched_arguments(arguments, length, mask), length)
 
 
@@ -268,8 +304,19 @@ class SparseAttention(InterfaceAttention):
     def unchunked_run(
         self, configs: list[PreTrainedConfig], args: Any, kwargs: Any
     ) -> tuple[contextlib.AbstractContextManager[None], Any, Any]:
-        """Return the context manager and the arguments for an unchunked run of the layer, in which
-        the model's own masks and indexer are used."""
+        """Return a context manager, and the layer's positional and keyword arguments, for a run of
+        the layer on all tokens at once. The caller runs the layer with these arguments inside the
+        context: in forward, and again in backward under torch's checkpoint.
+
+        The context makes the layer attend by its own implementation (sdpa or eager), and the
+        layer's own indexer picks keys. The returned arguments have transformers' own masks. A
+        `LazyMask`, which streambp passes in place of a mask, is replaced.
+
+        Args:
+            configs: the configs of the layer's attention modules, from the method `configs`.
+            args: the layer's positional arguments.
+            kwargs: the layer's keyword arguments.
+        """
         return _with_own_masks(configs, args, kwargs)
 
 
@@ -372,7 +419,14 @@ class CacheAttention(NoAttention):
     def unpatched_arguments(
         self, arguments: dict[str, Any], length: int, mask: Callable[[LazyMask], Any]
     ) -> dict[str, Any]:
-        """Return the layer's arguments for the first `length` tokens, with the model's own mask."""
+        """Return the layer's arguments for a test run of the layer's own forward on the first
+        `length` tokens, with the model's own mask.
+
+        Args:
+            arguments: the layer's arguments by name, with an `OwnMask` as attention_mask.
+            length: number of tokens.
+            mask: unused, because the layer has no `LazyMask`.
+        """
         replacements = {
             "attention_mask": arguments["attention_mask"].chunk_mask(Chunk(0, 0, length))
         }
@@ -397,8 +451,8 @@ class BidirectionalCacheAttention(CacheAttention):
         self, layer: nn.Module, arguments: dict[str, Any], x: Tensor, documents: int | None
     ) -> str | None:
         """Check the arguments of a layer's call, and replace its mask in `arguments` by an
-        `OwnMask`. Return the reason why the layer cannot be chunked, or None. Accepted is an added
-        mask [B or 1, H or 1, T or 1, T], or None in eager attention.
+        `OwnMask`. Return the reason why the layer cannot be chunked, or None. Accepted is a mask [B
+        or 1, H or 1, T or 1, T] that is added to the scores, or None in eager attention.
 
         Args:
             layer: the layer.
@@ -429,12 +483,14 @@ class BidirectionalCacheAttention(CacheAttention):
         self, arguments: dict[str, Any], chunk_attention: ChunkAttention
     ) -> tuple[dict[str, Any], ReadKeys | None]:
         """Return the layer's arguments for one chunk, and the function that the replaced cache
-        calls on the chunk's keys and values. That function returns keys and values of all tokens,
-        if the layer is cut in two.
+        calls on the chunk's keys and values. That function returns keys and values of all tokens if
+        `chunk_attention` is a `FullSequenceKeys`. Otherwise that function returns keys and values
+        up to the chunk's end.
 
         Args:
             arguments: the layer's arguments by name.
-            chunk_attention: the object that has the keys and values.
+            chunk_attention: the object that has the keys and values. A `FullSequenceKeys` is passed
+                if the layer's forward is cut in two at its attention.
         """
         if not isinstance(chunk_attention, FullSequenceKeys):
             return super().chunk_arguments(arguments, chunk_attention)

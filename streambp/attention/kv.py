@@ -1,4 +1,5 @@
-"""Storage of one attention call's keys and values, and of the accumulators of their gradients.
+"""Storage of one attention call's keys and values, and of the accumulators, tensors in which their
+gradients are summed over chunks.
 
     KVBuffer  the whole sequence in one buffer on the device
     KVTiles   a tile for each chunk; some stay on the device, the others move to the host and back
@@ -48,6 +49,11 @@ class KVBuffer:
     sums of their gradients over chunks.
 
     Attributes:
+        k: K of all tokens, [B, T, H_kv, D], contiguous.
+        v: V of all tokens, [B, T, H_kv, D_v], contiguous; with more columns if V is padded.
+        dk: sum of the gradients of K, [B, T, H_kv, D] in promote_types(dtype, float32), or in the
+            kernel's dtype if one block computes all attention. None: not created yet.
+        dv: sum of the gradients of V, [B, T, H_kv, D_v]; None: not created yet.
         columns: D_v if V has additional zero columns in its buffer, otherwise None. [Note: padded
             values]
         packed: number of columns to which V must be padded before its next read, after `pack` has
@@ -59,10 +65,10 @@ class KVBuffer:
             first attempt made them. [Note: once for each chunk]
     """
 
-    k: Tensor  # [B, T, H_kv, D], contiguous
-    v: Tensor  # [B, T, H_kv, D_v or width], contiguous
-    dk: Tensor | None = None  # [B, T, H_kv, D] in promote_types(dtype, float32)
-    dv: Tensor | None = None  # [B, T, H_kv, D_v]
+    k: Tensor
+    v: Tensor
+    dk: Tensor | None = None
+    dv: Tensor | None = None
     columns: int | None = None
     packed: int | None = None
     versions: tuple[int, int] | None = None
@@ -205,7 +211,8 @@ class KVBuffer:
         self.added += 1
 
     def begin_backward(self, is_retry: bool) -> None:
-        """Start the backward of a chunk, which adds to the gradient buffers.
+        """Prepare for the backward of a chunk, which adds to the gradient buffers. A retry skips
+        the additions that the first attempt made.
 
         Args:
             is_retry: True if the chunk is differentiated for the second time, after running out of
@@ -235,11 +242,12 @@ class KVTiles:
         index: number of the attention call within the layer.
         plan: the chunks.
         keys: storage of K and V on the host.
-        scratch: storage of the gradients dK and dV on the host between two chunks.
+        scratch: storage on the host of the gradients dK and dV between two chunks, and of K and V
+            that `keys` does not accept.
         resident: number of first tiles that stay on the device.
-        keeps_all: True if `keys` also receives the resident tiles, because they are saved for
-            backward.
-        value_size: D_v.
+        keeps_all: True if `keys` receives all tiles, because they are saved for backward. False if
+            `keys` receives only tiles that leave the device and are read again.
+        value_size: D_v, the head size of the values.
         width: columns to which V is padded for kernels; stored and moved tiles have D_v columns.
             [Note: padded values]
     """
@@ -275,8 +283,8 @@ class KVTiles:
         """Store a chunk's K [B, H_kv, C, D] and V on the device. K and V of the other chunks leave
         the device first, except those of the first `resident` chunks.
 
-        The new K and V are also stored on the host if `keeps_all`, or if a later chunk reads K and
-        V after their tile has left the device.
+        The new K and V are also stored on the host if `keeps_all` is True, or if a later chunk
+        reads them after they have left the device.
         """
         self._leave(list(self._on_device))
         k = k.transpose(1, 2).clone(memory_format=torch.contiguous_format)
@@ -296,11 +304,12 @@ class KVTiles:
         chunk, is loaded from the host before its block, and removed from the device after the
         block.
 
-        A tile stays if it is resident, the chunk's own, or needed by the next block.
+        A tile stays on the device if it is among the first `resident` tiles, belongs to the
+        queries' own chunk, or is needed by the next block.
 
         Args:
             blocks: rectangles of the chunk's queries and of keys, ordered by their keys.
-            gradients: True to load the sums of dK and dV as well.
+            gradients: True to load the sums of dK and dV as well, in backward.
         """
         tiles_of_blocks = [self._tiles(block) for block in blocks]
         if not blocks:  # all queries are padding that reads nothing

@@ -5,10 +5,10 @@ causal mask allows every end. Where queries read ahead (image tokens their whole
 of itself), the ends between are left out (`chunks.Barrier`), and chunks get other lengths. A mask
 that leaves no end is not causal in any sense and is refused.
 
-A query that may read nothing (padding on the left) gives 0, as in torch's
-sdpa and in FlashAttention. Additive masks in eager attention give it the mean over all keys
-instead. The mean includes the keys of later chunks, so a causal computation cannot produce it. No
-query reads the key of an empty query, so nothing reads its output. Only its own label makes a
+A query that may read nothing (padding on the left) gives 0, as in torch's sdpa and in
+FlashAttention. Eager attention with an additive mask gives the mean of the values of all keys
+instead. The mean includes the keys of later chunks, so chunks cannot compute this mean. No query
+reads the key of such a query, so nothing reads the query's output. Only its own label makes a
 difference.
 """
 
@@ -60,7 +60,8 @@ def find_barriers(tile: ReadTile, length: int, device: torch.device) -> tuple[Ba
     synchronization with the device.
 
     Args:
-        tile: function that returns a part of the mask.
+        tile: function (q0, q1, k0, k1) -> [B or 1, H or 1, q, k] in bool, True where a query reads
+            a key.
         length: T.
         device: the device on which to scan.
     """
@@ -89,7 +90,8 @@ def find_reach(tile: ReadTile, length: int, device: torch.device) -> tuple[tuple
     device.
 
     Args:
-        tile: function that returns a part of the mask.
+        tile: function (q0, q1, k0, k1) -> [B or 1, H or 1, q, k] in bool, True where a query reads
+            a key.
         length: T.
         device: the device on which to scan.
     """
@@ -139,7 +141,8 @@ def find_empty(tile: ReadTile, length: int, device: torch.device) -> tuple[Tenso
     synchronization with the device, or two if a query reads no key.
 
     Args:
-        tile: function that returns a part of the mask.
+        tile: function (q0, q1, k0, k1) -> [B or 1, H or 1, q, k] in bool, True where a query reads
+            a key.
         length: T.
         device: the device on which to scan.
     """

@@ -1,9 +1,10 @@
-"""Turn transformers' description of a mask into spans, without ever building a [T, T] tensor.
+"""Turn transformers' description of a mask into spans (the keys that each query reads), without
+ever building a [T, T] tensor.
 
 transformers builds masks from index functions. `LazyMask` replaces a mask: it stores the
 description and does not call the index function. `resolve` reads the spans from the known parts
-(2-D padding, window, packing). The index function then confirms the spans at their edges. A mask
-that is no interval becomes a `DenseMask`, built tile by tile.
+(2-D padding, window, packing). The index function then confirms the spans at their edges. If a
+query's keys are no interval, the mask becomes a `DenseMask`, built tile by tile.
 """
 
 from __future__ import annotations
@@ -45,14 +46,15 @@ class LazyMask:
 
     Attributes:
         description: arguments of transformers' mask function.
-        layout: cached result of `resolve`, for all layers that share the mask.
-        bidirectional_layout: cached result of `resolve` for layers whose attention may read ahead.
-        full_layout: cached result of `resolve_full_mask` for sequences that are split over ranks, for
-            all layers that share the mask.
+        layout: cached result of `resolve`, for all layers that share the mask; None: no result yet.
+        bidirectional_layout: cached result of `resolve` for layers whose attention may read ahead;
+            None: no result yet.
+        full_layout: cached result of `resolve_full_mask` for sequences that are split over ranks;
+            None: no result yet.
         document_source: name of the argument that marks the documents of packed rows, and the
             number of documents; None: no documents.
-        ends: end positions of the documents of each row, for models whose masks ignore documents;
-            None: the description alone defines the documents.
+        ends: a tuple for each row, of 0 and the end positions of its documents. Used for models
+            whose masks ignore documents. None: the description alone defines the documents.
         tree: function from the sliding window (None: no window) to the keys that each query reads,
             if the batch's rows are merged into one packed row (`prefixes/tree.py`). None: no packed
             row.
@@ -137,9 +139,10 @@ class DenseMask:
         source: the mask tensor, or the `LazyMask` from which parts are built.
         barriers: positions where no chunk may end, because an earlier query would read a later key.
             [Note: chunk ends]
-        reach: the interval of keys that each SCAN_TILE_SIZE (a constant) consecutive queries read,
-            if attention has the keys of the full sequence; (): attention has the keys up to the
-            chunk's end.
+        reach: intervals of keys (first key, last key + 1), one for each SCAN_TILE_SIZE (a constant)
+            consecutive queries, which read no other keys. Set if attention has the keys of the full
+            sequence; (): attention has the keys up to the chunk's end.
+        caches: results that other modules compute once for this mask.
     """
 
     batch_size: int
@@ -147,12 +150,12 @@ class DenseMask:
     source: LazyMask | Tensor
     barriers: tuple[Barrier, ...] = ()
     reach: tuple[tuple[int, int], ...] = ()
-    # caches of other modules
     caches: dict[Any, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
     def blocks(self, start: int, stop: int, tiling: Tiling) -> list[Block]:
-        """Return rectangles (blocks) that cover queries [start, stop) and their keys. Keys end at a
-        block's last query if the mask is causal, otherwise at `stop`, or where `reach` ends.
+        """Return rectangles (blocks) that cover queries [start, stop) and their keys. The keys of a
+        block end at its last query if the mask is causal, otherwise at `stop`. If `reach` is set,
+        `reach` alone decides where the keys begin and end.
 
         Args:
             start: first query.
@@ -236,8 +239,9 @@ def resolve(
         cu_seq_lens: [documents + 1], document boundaries of a single packed row; these take
             precedence over plain position_ids.
         device: the batch's device.
-        bidirectional: True for attention that may read keys behind the query. The result may then
-            be intervals that end behind the query.
+        bidirectional: True for attention modules that may read keys behind the query
+            (is_causal=False). The result may then be intervals that end behind the query. False for
+            causal attention modules.
 
     Raises:
         UnsharedError: the batch is computed as one packed row, and the model's mask is not simply
@@ -529,7 +533,7 @@ def agrees(
     Args:
         spans: the expected keys of each query.
         mask_arguments: arguments of transformers' mask function; its `mask_function` is called.
-        padding: [B, T] in bool, True for tokens.
+        padding: [B, T] in bool, True for tokens; None: no padding.
         device: device of the check.
     """
     first, last = edges(spans, device)  # [B, T] each; an empty span has last < first

@@ -3,7 +3,7 @@
 The picks of a chunk are indices [B, C, k] of keys. They become a mask tile by tile, for one block
 of queries and keys at a time. So no mask of a chunk against its prefix exists, and none of the
 whole sequence. If the number of picks reaches the number of keys up to the chunk's end, every key
-is picked. Then only the mask below counts.
+is picked. Then only the layer's own mask counts.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class PickedMask(DenseMask):
         )
 
     def tile(self, q0: int, q1: int, k0: int, k1: int, device: torch.device) -> Tensor:
-        """Return the mask of queries [q0, q1) and keys [k0, k1), [B, H or 1, q, k]: bool (True is
-        read), or added to the scores.
+        """Return the mask of queries [q0, q1) and keys [k0, k1) on `device`, [B, H or 1, q, k]. The
+        dtype is bool (True is read), or floating to be added to the scores.
         """
         assert isinstance(self.source, Tensor)
         read = visible_keys(self.layer_mask, q0, q1, k0, k1, device)

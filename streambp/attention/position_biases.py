@@ -78,7 +78,7 @@ def add_block_gradient(sums: Tensor, gradient: Tensor, block: Block) -> None:
     attention kernel's backward.
 
     Args:
-        sums: [H, 2 T - 1], the gradient of the bias.
+        sums: [H, 2 T - 1], the gradient of the bias, to which this function adds.
         gradient: [H, q, k], the gradient of the block's scores, summed over the batch's rows.
         block: a rectangle of queries and keys.
     """

@@ -1,11 +1,12 @@
 """Causal-prefix attention: a chunk's queries attend to all keys and values up to the chunk's end.
 
-Life of one attention call site of one layer, for one batch:
+Life of one attention call of one layer, for one batch:
 
-    forward (no graph)   chunk by chunk: append K, V to the buffer, attend, keep (o, lse) if they are to be saved
+    forward (no graph)   chunk by chunk: append K, V to the buffer, attend, save (o, lse) if wanted
     refill  (no graph)   if the buffer was not kept: append K, V again, stop the layer there
     recompute (graph)    last chunk to first: `PrefixAttention` attends, or takes the saved (o, lse)
-    backward             dQ of the chunk; dK, dV of the whole prefix into accumulators; their slice [s, e) is returned
+    backward             return dQ of the chunk; add dK, dV of all tokens up to the chunk's end to
+                         accumulators; return the accumulators' slice [s, e) of the chunk
 """
 
 from __future__ import annotations
@@ -66,10 +67,11 @@ class KVBytesPerToken:
     The number of chunks whose K and V stay on the device follows from these bytes.
 
     Attributes:
-        keys: K and V.
-        sums: the gradients of K and V, which are summed over chunks.
-        resident: K and V on the device, with the zeros of a padded V. [Note: padded values]
-        value_size: D_v.
+        keys: bytes of K and V without padding, as they are stored on the host.
+        sums: bytes of the gradients of K and V, which are summed over chunks.
+        resident: bytes of K and V on the device, with the zeros of a padded V. [Note: padded
+            values]
+        value_size: D_v, the head size of the values.
     """
 
     keys: int
@@ -101,10 +103,18 @@ class Prefix:
     """State that the chunks of one layer share over one batch: mainly K and V of all earlier
     chunks, for each attention call of the layer.
 
+    Args:
+        layout: keys that each query may read.
+        length: number of positions of the sequence.
+        attention: the setting `attention` of `StreamConfig`, "auto" for example.
+
     Attributes:
         kv_storages: K and V of each attention call, in call order within the layer's forward. Every
             chunk makes the same calls.
         memory: limit on the device memory for K and V; None: no limit.
+        calls: number of attention calls in a forward of the layer; None: no chunk has ended yet.
+        filled_until: position up to which K and V of all calls are stored.
+        overwritten: True if the layer may write to its attention's output in place.
     """
 
     def __init__(self, layout: Spans | DenseMask, length: int, attention: str) -> None:
@@ -112,9 +122,9 @@ class Prefix:
         self.length = length
         self.attention = attention
         self.kv_storages: list[KVStorage] = []
-        self.calls: int | None = None  # number of attention calls in a layer forward
+        self.calls: int | None = None
         self.filled_until = 0
-        self.overwritten = False  # the layer writes to its attention's output
+        self.overwritten = False
         # buffers are [B, H_kv, T, D]: a layer that attends by itself may rely on a cache's layout
         self.heads_first = False
         # scale, dropout and softcap, by chunk and attention call
@@ -125,7 +135,7 @@ class Prefix:
         self.memory: PrefixMemory | None = None
         self.restored_chunks: set[tuple[int, int]] = (
             set()
-        )  # attention calls and chunks of `find_saved`
+        )  # attention calls and chunks of `load_saved`
         self.sizes_seen: list[KVBytesPerToken] = []
         # [B, T, D] of each indexer, in forward. [Note: indexers]
         self.index_keys: dict[int, Tensor] = {}
@@ -136,7 +146,8 @@ class Prefix:
     def restore(
         self, index: int, chunk: Chunk, k: Tensor, v: Tensor, backward: bool = True
     ) -> None:
-        """Store K [B, H_kv, C, D] and V [B, H_kv, C, D_v] of a chunk for later chunks.
+        """Store K [B, H_kv, C, D] and V [B, H_kv, C, D_v] of a chunk for later chunks, in forward
+        or again in backward.
 
         Args:
             index: number of the attention call within the layer's forward.
@@ -219,8 +230,13 @@ class Prefix:
 
     def flops(self, chunk: Chunk, attended: AttentionOutput) -> float:
         """Return the FLOPs of a chunk's attention in forward: two products for each pair of a query
-        and a key that the query reads. The policy for saves="auto" compares them with the bytes of
-        attention outputs."""
+        and a key that the query reads. The policy for saves="auto" compares the FLOPs with the
+        bytes of attention outputs.
+
+        Args:
+            chunk: the chunk's range of positions.
+            attended: the chunk's attention output, of which the number and size of heads are read.
+        """
         _, _, heads, size = attended.o.shape
         pairs = sum(
             block.pairs * (block.b1 - block.b0) * (0.5 if block.kind is BlockKind.CAUSAL else 1.0)
@@ -268,10 +284,10 @@ class Prefix:
             reads.append([(f"k.{index}", chunk.index), (f"v.{index}", chunk.index)])
         return reads
 
-    def find_saved(self) -> None:
-        """Load K and V that forward saved, for all chunks, and append them to `kv_storages`: one
-        object for each attention call of the layer. A call after an error continues where it
-        ended."""
+    def load_saved(self) -> None:
+        """Load the K and V of all chunks that forward saved, and append them to `kv_storages`: one
+        object for each attention call of the layer. After an error, a second call of this method
+        continues where the first one ended."""
         assert self.memory is not None
         assert self.memory.saved is not None
         for index, resident in enumerate(self.resident_tiles(backward=True)):
@@ -310,7 +326,8 @@ class Prefix:
         )
 
     def begin_backward(self, is_retry: bool) -> None:
-        """Start the backward of a chunk, which adds to the gradients of K and V.
+        """Prepare for the backward of a chunk, which adds to the gradients of K and V. A retry
+        skips the additions that the first attempt made.
 
         Args:
             is_retry: True if the chunk is differentiated for the second time, after running out of
@@ -321,7 +338,7 @@ class Prefix:
                 kv_storage.begin_backward(is_retry)
 
     def drop_buffers(self) -> None:
-        """Free K, V and their gradients on the device. Recomputation or `find_saved` restores K and
+        """Free K, V and their gradients on the device. Recomputation or `load_saved` restores K and
         V."""
         self.kv_storages = []
         self.filled_until = 0
@@ -342,10 +359,10 @@ class AttentionCall(NamedTuple):
         dropout: probability to drop a weight.
         softcap: limit of the scores; None: no limit.
         sink: [H], the attention sink: logits of one more key without a value; None: no sink.
-        picks: [B, C, k], indices of the keys that each query reads; None: all keys. See
-            `attention/picked_keys.py`.
-        bias: [1, H, 2 T - 1], added to the scores by the distance of key and query; None: no bias.
-            See `attention/position_biases.py`.
+        picks: [B, C, k], indices of the keys that an indexer picked for each query; None: the query
+            reads all keys that the mask allows.
+        bias: [1, H, 2 T - 1], T5's bias for each distance of key and query, added to the scores;
+            None: no bias.
     """
 
     q: Tensor
@@ -435,7 +452,7 @@ class FullSequenceKeys(ChunkAttention):
         return self.projected
 
     def finish(self) -> None:
-        """Check, at the end of the layer's forward, that it has read keys once.
+        """Check, at the end of the layer's forward, that the layer has read keys once.
 
         Raises:
             StreamBPError: the layer has read keys more or fewer times.
@@ -449,16 +466,24 @@ class FullSequenceKeys(ChunkAttention):
 
 
 class PrefixChunkAttention(ChunkAttention):
-    """Computes a chunk's attention to all tokens up to the chunk's end, and stores the chunk's own
-    keys and values for later chunks.
+    """Object that computes a chunk's attention to all tokens up to the chunk's end, and stores the
+    chunk's own keys and values for later chunks.
 
     Args:
         prefix: K and V of all earlier chunks.
         chunk: the chunk's range of positions.
         stage: the pass over the chunks.
-        saved: attention outputs that forward saved for this chunk; None: compute attention.
-        picks: [B, C, k] of each indexer, the keys that it picked in forward; None: the indexers
-            pick now. [Note: indexers]
+        saved: the outputs of the layer's attention calls that forward saved for this chunk; None:
+            compute attention.
+        picks: [B, C, k] of each indexer, indices of the keys that the indexer picked in forward;
+            None: the indexers pick now. [Note: indexers]
+
+    Attributes:
+        chunk_picks: the picks of each indexer for this chunk, in the order of their calls.
+        attended: the output of each attention call, computed without a graph.
+        call: number of attention calls so far.
+        see: function that is called with a name, such as "q.0", and q, k or v of each attention
+            call; None: nothing is called.
     """
 
     def __init__(
@@ -478,7 +503,6 @@ class PrefixChunkAttention(ChunkAttention):
         self.chunk_picks: list[Tensor] = []
         self.attended: list[AttentionOutput] = []
         self.call = 0
-        # receives q, k and v
         self.see: Callable[[str, Tensor], None] | None = None
 
     __iter__ = None  # `0.0 in mask` would never end
@@ -495,8 +519,11 @@ class PrefixChunkAttention(ChunkAttention):
         return self
 
     def attend(self, call: AttentionCall) -> Tensor:
-        """Return o [B, C, H, D_v] in q's dtype, with an autograd graph only if the stage is
-        RECOMPUTE.
+        """Return the output o [B, C, H, D_v] of one attention call in q's dtype, with an autograd
+        graph only if the stage is RECOMPUTE.
+
+        Args:
+            call: q, k and v of the chunk, and the settings of the attention call.
 
         Raises:
             RefillDone: the stage is REFILL, and K and V of the layer's last attention call are

@@ -76,7 +76,7 @@ class Platform:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionShape:
-    """Properties of an attention call on which it depends if a kernel supports the call.
+    """Properties of an attention call that decide if a kernel supports the call.
 
     Attributes:
         size: D, head size of q and k.

@@ -66,7 +66,8 @@ class OwnMask:
         """Return the mask of a chunk, [B or 1, H or 1, C, e], for the e keys up to the chunk's end.
         A query that may read no key gets itself as its only key.
 
-        If the mask [B, T] marks tokens, return the chunk's columns [B, C].
+        If the mask [B, T] marks tokens, return the chunk's columns [B, C]. If the call has no mask,
+        return a causal mask in bool, True where a key is read.
         """
         if self.mask.dim() == 2:
             return self.mask[:, chunk.start : chunk.stop]
@@ -166,11 +167,11 @@ def why_picked_blocks_stay_whole(
 
     Args:
         layer: the decoder layer.
-        positions: position_ids.
+        positions: the layer's argument position_ids.
         mask: the layer's mask.
         length: T.
         by_sdpa: True if transformers' sdpa attends. Other implementations return the mean over all
-            keys for such a query, in every layer.
+            keys for a query that reads no key, in every layer.
 
     Raises:
         UnsupportedMaskError: padding is on the left, and `by_sdpa` is False. Hidden states of
@@ -231,9 +232,9 @@ def _parameters(module: nn.Module) -> tuple[str, ...]:
 
 
 def biases_positions(module: nn.Module) -> bool:
-    """True if an attention module inside adds a bias for each pair of positions, such as ALiBi.
-    Such a module asks its cache for the first query's position, or receives the distances as an
-    argument.
+    """True if an attention module inside `module` adds a bias for each pair of positions, such as
+    ALiBi. Such an attention module asks its cache for the first query's position, or receives the
+    distances as an argument.
 
     The model's sdpa then gets one finite tensor, mask plus bias. A query that may read no key
     therefore gets the mean over all keys instead of 0.

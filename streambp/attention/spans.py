@@ -7,7 +7,7 @@ Vocabulary:
   ends with the query itself (or where the right padding starts).
 - run: consecutive queries of one row whose spans follow one rule.
 - block: a rectangle [q0, q1) x [k0, k1) of one or more rows, computed by one kernel call. The kind
-  of a block decides which of its pairs count:
+  of a block decides in which of its pairs (q, k) query q reads key k; these pairs count:
 
       FULL    all of them
       CAUSAL  k <= q, queries aligned to the last keys; a square on the diagonal unless the kernel
@@ -23,10 +23,9 @@ counts.
 
 cuDNN builds a graph for every new shape, for tenths of a second, and never frees the graph. So its
 blocks have few lengths, whatever the length of the sequence: multiples of `BLOCK_LENGTH_MULTIPLE`,
-    and powers of two
-below. A remainder of fewer tokens than `Tiling.min_tokens` goes to the next kernel, which takes any
-length. Blocks of a few queries or keys do so, too, because cuDNN refuses these blocks or computes
-wrong numbers.
+and powers of two below. A remainder of fewer tokens than `Tiling.min_tokens` goes to the next
+kernel, which takes any length. Blocks of a few queries or keys go to that kernel, too, because
+cuDNN refuses these blocks or computes wrong numbers.
 """
 
 from __future__ import annotations
@@ -43,8 +42,8 @@ MAX_JOINED_KEYS = 2048
 
 
 class BlockKind(enum.Enum):
-    """Rule for the pairs of a query and a key that count within a rectangle of the attention
-    matrix. FULL: all pairs. CAUSAL: keys up to the query. BAND: keys k > q - window, for rectangles
+    """Rule for the pairs within a rectangle of the attention matrix in which the query reads the
+    key. FULL: all pairs. CAUSAL: keys up to the query. BAND: keys k > q - window, for rectangles
     with all keys before all queries. WINDOW: causal within the sliding window. VARLEN: causal
     within each packed document. MASK: a mask tensor decides."""
 
@@ -66,8 +65,8 @@ class QueryRun:
         q1: end of the queries, exclusive.
         k0: first key.
         k1: end of the keys, exclusive; None: each query's own position is its last key.
-        shift: number of tokens between these keys and the queries that belong to other batch rows,
-            if several batch rows are merged into one packed row; otherwise 0. A sliding window does
+        shift: number of tokens of other batch rows that lie between these keys and the queries, if
+            several batch rows are merged into one packed row; otherwise 0. A sliding window does
             not count these tokens.
     """
 
@@ -96,9 +95,11 @@ class Tiling:
         min_tokens: fewest queries and keys of a block, for a kernel that must see few different
             lengths; None: any length is allowed.
         tail: sizes for another kernel, which computes blocks of fewer queries or keys than
-            `min_tokens`.
-        masked: sizes for the kernel that computes blocks of kind BAND and MASK.
-        bottom_right: True if CAUSAL blocks may have more keys than queries.
+            `min_tokens`; None: no such kernel.
+        masked: sizes for the kernel that computes blocks of kind BAND and MASK; None: this
+            object's sizes.
+        bottom_right: True if CAUSAL blocks may have more keys than queries, aligned at the last
+            key. False if CAUSAL blocks must be squares.
         native_window: True if WINDOW blocks are allowed.
         native_varlen: True if VARLEN blocks are allowed.
     """
@@ -155,8 +156,8 @@ class Tiling:
 def few_lengths(length: int, min_tokens: int, max_tokens: int | None) -> Iterator[int]:
     """Yield the lengths into which `length` tokens are cut, so that few different lengths occur.
     cuDNN builds a graph for each new length. Each length is at least `min_tokens` and at most
-    `max_tokens` (a multiple of `BLOCK_LENGTH_MULTIPLE`). The lengths cover all tokens but a
-    remainder of less than `min_tokens`."""
+    `max_tokens` (a multiple of `BLOCK_LENGTH_MULTIPLE`; None: no limit). The lengths cover all
+    tokens but a remainder of less than `min_tokens`."""
     while length >= min_tokens:
         size = length - length % BLOCK_LENGTH_MULTIPLE or 1 << (length.bit_length() - 1)
         size = min(size, max_tokens or size)
@@ -166,8 +167,16 @@ def few_lengths(length: int, min_tokens: int, max_tokens: int | None) -> Iterato
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """Rectangle of the attention matrices of some rows: rows [b0, b1), queries [q0, q1), keys [k0,
-    k1). All are absolute indices. One kernel call computes a block."""
+    """Rectangle of the attention matrix, the same for batch rows [b0, b1): queries [q0, q1) and
+    keys [k0, k1). All are absolute indices. One kernel call computes a block.
+
+    Attributes:
+        kind: rule for the pairs in which the query reads the key.
+        window: size of the sliding window of a block of kind BAND, WINDOW or VARLEN; None: no
+            window.
+        cu_q: cu_seqlens of the queries of a block of kind VARLEN, from 0; (): another kind.
+        cu_k: cu_seqlens of the keys of a block of kind VARLEN, from 0; (): another kind.
+    """
 
     kind: BlockKind
     b0: int
@@ -192,13 +201,19 @@ class Block:
 
 @dataclasses.dataclass(frozen=True)
 class Spans:
-    """Keys that each query of a batch reads, stored as intervals: the runs (ranges of queries with
-    one rule) of each row, and the layer's sliding window."""
+    """Keys that each query of a batch reads, stored as intervals.
+
+    Attributes:
+        length: number of positions of a row.
+        rows: the runs of each batch row. A run is a range of queries that read keys by one rule.
+        window: number of keys in the layer's sliding window, the query's own included; None: no
+            window.
+        caches: results that other modules compute once for these intervals.
+    """
 
     length: int
     rows: tuple[tuple[QueryRun, ...], ...]
     window: int | None = None
-    # caches of other modules
     caches: dict[Any, Any] = dataclasses.field(
         init=False, default_factory=dict, compare=False, repr=False
     )
@@ -215,7 +230,7 @@ class Spans:
 
     @property
     def reads_ahead(self) -> bool:
-        """True if a query reads a key behind itself, as in bidirectional attention."""
+        """True if a query reads a key of a later position, as in bidirectional attention."""
         return any(run.k1 is not None and run.k1 > run.q0 + 1 for runs in self.rows for run in runs)
 
     def blocks(self, start: int, stop: int, tiling: Tiling) -> list[Block]:

@@ -62,8 +62,8 @@ if TRITON_AVAILABLE:
 
 
 def fits_triton(*tensors: Tensor) -> bool:
-    """True if `merge_in_triton` supports outputs like these, [b, t, H, D]: their device, dtypes and
-    layout. Otherwise `merge_in_torch` merges."""
+    """True if `merge_in_triton` supports the device, dtypes and layout of these attention outputs,
+    [b, t, H, D] each. Otherwise `merge_in_torch` merges them."""
     if not TRITON_AVAILABLE or not tensors[0].is_cuda:
         return False
     fit = all(x.is_cuda and x.dtype in MERGE_DTYPES and x.stride(3) == 1 for x in tensors)
@@ -71,7 +71,8 @@ def fits_triton(*tensors: Tensor) -> bool:
 
 
 def merge_in_triton(o: Tensor, lse: Tensor, part_o: Tensor, part_lse: Tensor, out: Tensor) -> None:
-    """Merge like `attend.merge`, in one kernel that computes in float32.
+    """Merge two partial attention outputs of the same queries, each over some of the keys, into the
+    output over all keys. One Triton kernel computes in float32, like `merge_in_torch`.
 
     Args:
         o: [b, t, H, D] of `MERGE_DTYPES`, the last dimension contiguous.
@@ -79,7 +80,7 @@ def merge_in_triton(o: Tensor, lse: Tensor, part_o: Tensor, part_lse: Tensor, ou
         part_o: [b, t, H, D] of `MERGE_DTYPES`, the last dimension contiguous.
         part_lse: [b, H, t] in float32, any strides.
         out: [b, t, H, D] of `MERGE_DTYPES`, the last dimension contiguous; receives the result, may
-            be o.
+            be `o`.
     """
     rows, length, heads, size = o.shape
     if not o.numel():

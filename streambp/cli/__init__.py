@@ -24,8 +24,9 @@ EXIT_FAILED = 2
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command of `streambp` and return its exit code.
 
-    0 is success (exact, fits) and 1 the opposite. 2 is a wrong command line, or a model that cannot
-    be counted or judged. `streambp launch` returns the exit code of its program.
+    The code 0 is success: `verify` found exact gradients, or `plan` a step that fits into memory.
+    The code 1 is the opposite. The code 2 is a wrong command line, or a model that cannot be
+    counted or judged. `streambp launch` returns the exit code of the program that it starts.
 
     Args:
         argv: the words after `streambp`; None: those of this process's command line.
@@ -46,6 +47,12 @@ def parse(words: Sequence[str]) -> Any:
     """Return a command's parsed arguments as a namespace, or an exit code if a help page or the
     version was printed. torch is not imported.
 
+    The namespace also has `words` (for `launch`, those before "--"), `program` (the words behind
+    "--"), and `out` (the stream for the command's output).
+
+    Args:
+        words: the words after `streambp`.
+
     Raises:
         ConfigError: the command line is wrong.
     """
@@ -59,8 +66,8 @@ def parse(words: Sequence[str]) -> Any:
 
 
 def _run(arguments: Any) -> int:
-    """Run a command with parsed arguments and return its exit code. Errors become StreamBPErrors
-    with the command's name in front.
+    """Run a command with the parsed arguments of `parse`, and return its exit code. Errors become
+    StreamBPErrors whose message begins with the command's name.
 
     Other libraries may print to stdout. stdout is therefore redirected to stderr, except for
     `arguments.out`, the command's own output.

@@ -31,7 +31,7 @@ def _option(panel: str, help_text: str, *names: str, **options: Any) -> Any:
     Args:
         panel: heading of the help page under which the option is listed.
         help_text: help text of the option.
-        names: names of the option, such as "--json"; empty: the parameter's name.
+        names: names of the option, such as "--json"; none: the name of the command's parameter.
         options: other arguments of `typer.Option`.
     """
     return typer.Option(*names, help=help_text, rich_help_panel=panel, **options)
@@ -398,7 +398,8 @@ def _arguments(context: typer.Context) -> SimpleNamespace:
 
 
 def _version(is_requested: bool) -> None:
-    """Print the version and exit if requested."""
+    """Print the version of streambp and exit, if `--version` is on the command line: the callback
+    of this option."""
     if is_requested:
         typer.echo(f"streambp {streambp.__version__}")
         raise typer.Exit

@@ -24,7 +24,11 @@ PLAN_EXAMPLE = "streambp plan Qwen/Qwen3-8B --gpu-memory 24GiB --lora 16"
 
 
 def check(arguments: Any) -> None:
-    """Check a command's arguments and the form of the model's name, without reading the model.
+    """Check a command's arguments and the form of the model's name, without reading the model. Some
+    arguments are changed: files of lengths are read, and defaults that depend on others are set.
+
+    Args:
+        arguments: the namespace of the command's parsed arguments, with its name as `command`.
 
     Raises:
         StreamBPError: an argument is invalid.
@@ -49,8 +53,8 @@ def check_model(name: str, file: bool) -> None:
     """Check that a name can be a checkpoint's folder, an id on the Hub, or a config.json.
 
     Args:
-        name: the model's name.
-        file: True if a config.json is allowed.
+        name: the model, as written on the command line.
+        file: True if the path of a config.json is allowed; False: a folder or an id only.
 
     Raises:
         ConfigError: the name can be none of these.
@@ -92,7 +96,11 @@ def check_model(name: str, file: bool) -> None:
 
 
 def _check_plan(arguments: Any) -> None:
-    """Raise ConfigError if the arguments of `streambp plan` are invalid or contradict each other."""
+    """Raise StreamBPError if the arguments of `streambp plan` are invalid or contradict each other.
+
+    Options in the files of `--from` are added to the arguments. The path in `arguments.dataset` is
+    replaced by the list of numbers in the file, and seq_len "max" then by the largest of them.
+    """
     arguments.from_text = ""
     if arguments.from_file:
         apply_files(arguments)
@@ -138,8 +146,8 @@ def _check_plan(arguments: Any) -> None:
 
 
 def _check_writable(option: str, file: Path | None) -> None:
-    """Raise ConfigError if a file cannot be written, before a command works for minutes. An
-    existing file is not changed.
+    """Raise StreamBPError if a file cannot be written, before the command works for minutes to
+    write it. An existing file is not changed, and no new file remains.
 
     Args:
         option: the command-line option, for the message.
@@ -161,8 +169,9 @@ def _check_writable(option: str, file: Path | None) -> None:
 
 
 def _check_batch(arguments: Any) -> None:
-    """Check the arguments of `streambp plan` that describe a micro-batch of several rows. The path
-    in `arguments.lengths` is replaced by the list of numbers in the file."""
+    """Raise ConfigError if the arguments of `streambp plan` that describe a micro-batch of several
+    rows are invalid: --group, --prompt, --lengths and --mean-length. The path in
+    `arguments.lengths` is replaced by the list of numbers in the file."""
     ways = ("group", "lengths", "mean_length")
     flags = []
     for name in ways:
@@ -203,7 +212,7 @@ def _check_batch(arguments: Any) -> None:
 
 
 def _lengths(option: str, file: Path) -> list[int]:
-    """Return the numbers in a file, which are the tokens of each row of a data set.
+    """Return the numbers in a file, which are the numbers of tokens in the rows of a data set.
 
     Args:
         option: the command-line option, for messages.
@@ -230,8 +239,9 @@ def _lengths(option: str, file: Path) -> list[int]:
 
 
 def _check_step(arguments: Any) -> None:
-    """Check the arguments of `verify` and `profile`, and set `arguments.config` to the
-    `StreamConfig` of the step."""
+    """Raise StreamBPError if the arguments of `streambp verify` or `streambp profile` are invalid.
+    Set `arguments.config` to the `StreamConfig` of the step that is run, and for `verify`
+    `arguments.against` to a tuple of names of methods."""
     for option, length in (
         ("--seq-len", arguments.seq_len),
         ("--chunk-size", arguments.chunk_size),

@@ -32,8 +32,9 @@ HEADS, KV_HEADS, HEAD_SIZE = 32, 8, 128  # heads of the attention call whose ker
 
 
 def environment() -> dict[str, Any]:
-    """Return a dict with the versions of packages, the devices with their kernels, and environment
-    variables that matter. If a device cannot be read, the error's text is in its place."""
+    """Return a dict for a bug report: the version of each package by its name, the devices with
+    their kernels ("devices"), and environment variables ("environment"). If a device cannot be
+    read, the error's text is in its place."""
     facts: dict[str, Any] = {
         "streambp": streambp.__version__,
         "python": f"{sys.version.split()[0]} on {platform.platform()}",
@@ -60,7 +61,8 @@ def environment() -> dict[str, Any]:
 
 
 def _device(device: torch.device) -> dict[str, Any]:
-    """Return a device's name and memory, its attention kernels and its offload engine."""
+    """Return a dict for a bug report: a device's name, memory and attention kernels. The entry
+    "offload engine" describes the copies to host memory."""
     parts: dict[str, Any] = {"device": str(device)}
     if device.type != "cpu":
         module = torch.get_device_module(device)
@@ -101,8 +103,13 @@ def _attention(device: torch.device, dtype: torch.dtype) -> str:
 
 
 def format_facts(facts: dict[str, Any], indent: str = "") -> str:
-    """Return the information of `environment` as text with one line for each entry, to copy into an
-    issue."""
+    """Return the result of `environment` as text with one line for each entry, to copy into an
+    issue.
+
+    Args:
+        facts: the dict; dicts and lists inside it are indented.
+        indent: spaces before each line.
+    """
     lines = []
     for name, value in facts.items():
         if isinstance(value, dict | list):

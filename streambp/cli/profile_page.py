@@ -58,7 +58,7 @@ th:first-child, td:first-child { text-align: left; }
 
 
 def profile_page(rows: Sequence[PhaseComparison], name: str, seq_len: int, chunk_size: int) -> str:
-    """Return the HTML page of a step's memory, predicted and measured.
+    """Return an HTML page with the predicted and the measured memory of each phase of a step.
 
     Args:
         rows: the phases of a step in order, with predicted and measured bytes.
@@ -98,9 +98,8 @@ def profile_page(rows: Sequence[PhaseComparison], name: str, seq_len: int, chunk
 
 
 def _axis(peak: float) -> tuple[float, int, str]:
-    """Return the bytes between two horizontal lines, the number of lines above zero, and the unit.
-
-    The bytes are a round number of units.
+    """Return the scale of a picture: the bytes between two horizontal lines, the number of lines
+    above zero, and the unit ("GiB" or "MiB"). The bytes are a round number of units.
 
     Args:
         peak: the most bytes of any phase.
@@ -157,8 +156,8 @@ def _picture(rows: Sequence[PhaseComparison], top: float, lines: int) -> str:
 
 
 def _parts(rows: Sequence[PhaseComparison]) -> str:
-    """Return the labels below the picture as HTML. Consecutive phases of the same kind, for example
-    the forwards of all layers, share a label."""
+    """Return the labels below the picture as HTML, the names of the phases. Consecutive phases of
+    the same kind, for example the forwards of all layers, share a label."""
     runs: list[list[str]] = []
     for row in rows:
         first = row.phase.partition(" ")[0]

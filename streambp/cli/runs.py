@@ -66,14 +66,19 @@ EXIT_FITS, EXIT_DOES_NOT_FIT = 0, 1
 
 
 def run_env(arguments: Any) -> int:
-    """Print versions, devices and kernels for a bug report, and return the exit code."""
+    """Print versions, devices and kernels for a bug report, and return the exit code 0.
+
+    Args:
+        arguments: the parsed options of `streambp env`.
+    """
     facts = environment()
     print(as_json(facts) if arguments.json else format_facts(facts), file=arguments.out)
     return 0
 
 
 def _accelerator() -> str | None:
-    """Return the type of this machine's GPUs ("cuda"); None if torch finds no supported GPU."""
+    """Return the device type of this machine's accelerators, such as "cuda"; None if torch finds
+    none that streambp supports."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None or not is_accelerator(accelerator):
         return None
@@ -107,8 +112,12 @@ def _device(device_name: str) -> str:
 
 
 def run_verify(arguments: Any) -> int:
-    """Print by how much the streamed gradients and the unpatched model's differ from the reference,
-    and return the exit code of the verdict."""
+    """Print the distances of the streamed model's and the unpatched model's gradients from a
+    reference, the unpatched model in a wider dtype. Return the exit code: 0 for exact, otherwise 1.
+
+    Args:
+        arguments: the parsed options of `streambp verify`.
+    """
     device = _device(arguments.device)
     check_methods(arguments.against)
     notes = []
@@ -140,16 +149,21 @@ def run_verify(arguments: Any) -> int:
 
 
 def _random_model(arguments: Any) -> CutModel:
-    """Return the model of `streambp verify --random`: first layers of a configuration, with random
-    weights."""
+    """Return the model of `streambp verify --random`: the first layers of a configuration, with
+    random weights.
+
+    Args:
+        arguments: the parsed options of `streambp verify`.
+    """
     dtype = None if arguments.dtype == "auto" else getattr(torch, arguments.dtype)
     config = read_config(arguments.model, arguments.trust_remote_code)
     return random_model(config, arguments.layers, dtype, arguments.seed)
 
 
 def run_plan(arguments: Any) -> int:
-    """Print the settings with which training fits and the code to train with them, and return an
-    exit code: 0 if a plan fits, otherwise 1."""
+    """Print the fastest settings with which a training step fits into memory, and code to use them,
+    for the parsed options of `streambp plan`. Return the exit code: 0 if a step fits, otherwise 1.
+    """
     rates = _rates(arguments)
     if not arguments.model:
         return EXIT_FITS
@@ -230,15 +244,15 @@ def run_plan(arguments: Any) -> int:
 def _notes(
     arguments: Any, base_plan: Plan, training: Training, counted: Callable[..., Plan]
 ) -> list[str]:
-    """Return lines to print with the plan: options read from files, a warning about sequences
-    beyond the model's positions, and the time that Liger's kernels would save if Liger is not
-    installed.
+    """Return lines to print with the plan: options read from files, and a warning about sequences
+    beyond the model's positions. If Liger is not installed, a line has the seconds with its
+    kernels.
 
     Args:
         arguments: the parsed options of `streambp plan`.
         base_plan: the plan.
         training: the kind of training (LoRA, bits) of the plan.
-        counted: makes a plan for another kind of training.
+        counted: `plan` with all arguments but the training's; called with `lora`, `bits` and so on.
     """
     lines = [arguments.from_text] if arguments.from_text else []
     config = read_config(arguments.model, arguments.trust_remote_code)
@@ -267,8 +281,8 @@ def _notes(
 
 
 def _decimal_units_note(gpu_memory: int) -> list[str]:
-    """Return a note if `gpu_memory` is a whole number of GB (10^9 bytes), else []. A GPU is sold by
-    the same number, and has more memory."""
+    """Return a list with a note if `gpu_memory`, in bytes, is a whole number of GB (10^9 bytes);
+    otherwise []. A GPU that is sold with 80 GB has about 80 GiB, which is more."""
     number, remainder = divmod(gpu_memory, 10**9)
     if remainder or not number:
         return []
@@ -281,20 +295,20 @@ def _decimal_units_note(gpu_memory: int) -> list[str]:
 def _print_alternatives(
     arguments: Any, base_plan: Plan, training: Training, counted: Callable[..., Plan]
 ) -> None:
-    """Print the commands of other plans: if this plan does not fit, of plans that fit; otherwise of
-    faster plans.
+    """Print the command lines of plans with other options: of plans that fit if `base_plan` does
+    not fit, and otherwise of faster plans.
 
-    If this plan fits and the user did not choose a kind of training, print a LoRA plan too.
+    If `base_plan` fits and the user did not choose a kind of training, print a LoRA plan too.
 
     Args:
         arguments: the parsed options of `streambp plan`.
-        base_plan: the plan.
-        training: the kind of training (LoRA, bits) of the plan.
-        counted: makes a plan for another kind of training.
+        base_plan: the plan for these options.
+        training: the kind of training (LoRA, bits) of this plan.
+        counted: `plan` with all arguments but the training's; called with `lora` and `bits`.
     """
 
     def count(how: Training) -> Profile:
-        """Return the profile of the model for another kind of training."""
+        """Return the counted costs of the model (`Profile`) for another kind of training."""
         profile: Profile = counted(lora=how.lora, bits=how.bits).profile
         return profile
 
@@ -352,8 +366,12 @@ def _batches(arguments: Any) -> list[Batch]:
 
 
 def _rates(arguments: Any) -> Rates:
-    """Return the speeds of the device: measured on this machine (--measure-device), or looked up by
-    name (--device), or assumed from --gpu-memory."""
+    """Return the device's speeds (FLOP/s, bytes/s): measured on this machine and written to a file
+    (--measure-device), looked up by name (--device), or assumed from --gpu-memory.
+
+    Args:
+        arguments: the parsed options of `streambp plan`.
+    """
     if arguments.measure_device is None:
         if arguments.device is None and arguments.gpu_memory is not None:
             return assumed_rates(arguments.gpu_memory)
@@ -373,8 +391,15 @@ def _rates(arguments: Any) -> Rates:
 def _write_page(
     arguments: Any, base_plan: Plan, training: Training, counted: Callable[..., Plan]
 ) -> None:
-    """Write the planner's HTML page. The page includes profiles of the model for other kinds of
-    training (LoRA, 4 bits), between which its controls switch."""
+    """Write the planner's HTML page to the file of --html. The page includes counted costs of the
+    model for other kinds of training (LoRA, 4 bits), between which its controls switch.
+
+    Args:
+        arguments: the parsed options of `streambp plan`.
+        base_plan: the plan that the page shows at first.
+        training: the kind of training (LoRA, bits) of this plan.
+        counted: `plan` with all arguments but the training's; called with `lora`, `bits` and so on.
+    """
     name = _shown_name(arguments.model)
     profiles = {training: base_plan.profile}
     for how in (Training(), *training.smaller()):
@@ -393,7 +418,12 @@ def _write_page(
 
 
 def _shown_name(model: str) -> str:
-    """Return a model's name for a heading: the name of its folder, or its id on the Hub."""
+    """Return a model's name for a heading: the name of its folder or of its config.json's folder,
+    or its id on the Hub.
+
+    Args:
+        model: the model, as written on the command line: a path or an id.
+    """
     path = Path(model).resolve()
     if path.is_file():
         return path.parent.name
@@ -404,7 +434,11 @@ def _shown_name(model: str) -> str:
 
 def run_profile(arguments: Any) -> int:
     """Run one training step, print its measured memory beside the predicted memory, and return the
-    exit code."""
+    exit code 0.
+
+    Args:
+        arguments: the parsed options of `streambp profile`.
+    """
     length = arguments.seq_len
     config = arguments.config
     chunk = plan_chunks(length, 1, config.chunk_size).size
@@ -437,8 +471,14 @@ def run_profile(arguments: Any) -> int:
 
 
 def _load(arguments: Any) -> PreTrainedModel:
-    """Load the checkpoint with transformers' default attention: sdpa wherever the model supports
-    it.
+    """Return the checkpoint as a causal language model, with transformers' default attention (sdpa
+    wherever the model supports it).
+
+    Args:
+        arguments: the parsed options of a command: `model`, `dtype` and `trust_remote_code`.
+
+    Raises:
+        StreamBPError: the checkpoint cannot be loaded.
     """
     name = arguments.model
     trusted = arguments.trust_remote_code

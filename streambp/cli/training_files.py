@@ -32,10 +32,13 @@ TRAINING_OPTIONS = ("--full", "--lora", "--bits")
 
 
 def apply_files(arguments: Any) -> None:
-    """Set the arguments of `plan` that are not on the command line to the values in the files of
-    --from-file.
+    """Set the arguments of `streambp plan` that are not on the command line to the values in the
+    training files of `--from`. A later file's value replaces an earlier file's.
 
     `arguments.from_text` becomes one line with the options that were read.
+
+    Args:
+        arguments: the namespace of the command's parsed arguments, which is changed.
 
     Raises:
         ConfigError: a file cannot be read, or a key has an invalid value.
@@ -65,7 +68,7 @@ def apply_files(arguments: Any) -> None:
 
 
 def read(file: Path) -> Mapping[str, Any]:
-    """Return the keys and values of a training file.
+    """Return the keys and values of a YAML or JSON file of a training program.
 
     Raises:
         ConfigError: the file cannot be read, or has no keys.
@@ -122,7 +125,12 @@ def options_of(keys: Mapping[str, Any], file: Path) -> dict[str, Any]:
 
 
 def first_number(keys: Mapping[str, Any], names: Sequence[str], file: Path) -> int | None:
-    """Return the value of the first of these keys that has a value; None if no key has a value.
+    """Return the value of the first key of `names` that has a value in a file; None if none has.
+
+    Args:
+        keys: keys and values of the file.
+        names: the keys to look for, in this order.
+        file: the file, for the error message.
 
     Raises:
         ConfigError: the value is no whole number from 1.
@@ -140,8 +148,13 @@ def first_number(keys: Mapping[str, Any], names: Sequence[str], file: Path) -> i
 
 
 def section_of(keys: Mapping[str, Any], name: str, file: Path) -> Mapping[str, Any]:
-    """Return the keys of the section `name` of a file with their values; {} if the section is
-    absent.
+    """Return the keys and values of a section of a file, such as "peft_config"; {} if the section
+    is absent.
+
+    Args:
+        keys: keys and values of the file.
+        name: key of the section.
+        file: the file, for the error message.
 
     Raises:
         ConfigError: the section's value is no mapping.
@@ -153,8 +166,16 @@ def section_of(keys: Mapping[str, Any], name: str, file: Path) -> Mapping[str, A
 
 
 def training_of(keys: Mapping[str, Any], file: Path) -> dict[str, Any]:
-    """Return the options for LoRA and quantized weights, by the names of `plan`'s arguments. The
-    result is {"full": True} if the file names a model and no adapter."""
+    """Return the options of `streambp plan` for LoRA and quantized weights that a training file
+    requests. The dict's keys are names of `plan`'s arguments, such as "lora" and "bits".
+
+    The result is {"full": True} if the file names a model and no adapter, and {} if it names
+    neither.
+
+    Args:
+        keys: keys and values of the file.
+        file: the file, for error messages.
+    """
     adapter = keys.get("adapter")
     if not (adapter or keys.get("use_peft") or keys.get("peft_config")):
         if any(map(keys.get, MODEL_KEYS)):
@@ -175,9 +196,14 @@ def training_of(keys: Mapping[str, Any], file: Path) -> dict[str, Any]:
 
 
 def engine_of(keys: Mapping[str, Any], file: Path) -> dict[str, Any]:
-    """Return the options for ZeRO, FSDP and an optimizer in host memory, by the names of `plan`'s
-    arguments. The options are read from accelerate's file, from a section of a training file, or
-    from DeepSpeed's own file."""
+    """Return the options of `streambp plan` for ZeRO, FSDP and an optimizer in host memory, as a
+    dict with the keys "zero" and "optimizer_on_host". A key is absent if the file says nothing.
+
+    Args:
+        keys: keys and values of accelerate's file, or of a training file with a DeepSpeed section
+            or the path of a DeepSpeed file.
+        file: the file, for error messages and to resolve that path.
+    """
     name = "deepspeed_config" if keys.get("deepspeed_config") else "deepspeed"
     if isinstance(keys.get(name), str):
         engine_file = Path(keys[name])

@@ -26,9 +26,9 @@ from streambp.known_names import (
 
 
 def attention_key() -> Any:
-    """Return a hashable key for the present `torch.nn.functional.scaled_dot_product_attention`, so
-    that a caller can detect by a changed key that the function was replaced. A layer's attention is
-    then examined again.
+    """Return a hashable key for the present `torch.nn.functional.scaled_dot_product_attention`. The
+    key changes if another function replaces the present one. A layer's attention is then tested
+    again.
 
     Context parallelism installs a new closure in each step; all its closures have the same key.
     """

@@ -101,8 +101,9 @@ def gradient_bytes(parameter: Tensor) -> int:
 
 def differentiable_input(layer: nn.Module, args: Any, kwargs: Any) -> Any:
     """Return (args, kwargs) of a layer's forward, changed so that hidden_states is positional and
-    requires a gradient. Return None, so that nothing changes, if no parameter of the layer is
-    partitioned by ZeRO-3. Decoder layers have this function as a forward pre-hook.
+    requires a gradient. Otherwise ZeRO-3's full-backward hook of the layer would run before all
+    gradients exist. Return None, so that nothing changes, if ZeRO-3 partitions no parameter of the
+    layer. Decoder layers have this function as a forward pre-hook.
 
     Args:
         layer: the decoder layer.
@@ -127,7 +128,8 @@ FSDP2 = "FSDP2"
 
 class EngineOwnership(NamedTuple):
     """Two flags: whether an engine gathers a module's weights, and whether the engine waits for
-    each of the module's gradients.
+    each of the module's gradients. An engine is code that owns parameters across ranks: DDP, ZeRO
+    or FSDP2.
 
     Attributes:
         weights: True under ZeRO-3 and FSDP2, which gather full parameters on a rank only while a
@@ -196,9 +198,9 @@ def late_reducing_engine(parameter: Tensor) -> str | None:
 
 
 def contents_of(module: nn.Module) -> tuple[list[nn.Module], list[nn.Parameter]]:
-    """Return two lists: a module with all inner modules, and their parameters. Marks of engines,
-    for example, are searched in both. A module or parameter that is used twice appears twice. This
-    takes a third of the time of `modules()` and `parameters()`."""
+    """Return two lists: a module with all inner modules, and their parameters. Callers search the
+    lists, for example for marks of engines. A module or parameter that is used twice appears twice.
+    The function takes a third of the time of `module.modules()` and `module.parameters()`."""
     parameters_table, _, modules_table = MODULE_TABLES
     is_not_none = functools.partial(operator.is_not, None)
     modules: list[Any] = [module]
@@ -213,8 +215,8 @@ def contents_of(module: nn.Module) -> tuple[list[nn.Module], list[nn.Parameter]]
 
 
 def engine_ownership(module: nn.Module) -> EngineOwnership:
-    """Return two flags: whether ZeRO-3 or FSDP2 partitions weights of a module or of its inner
-    modules, and whether ZeRO or FSDP2 waits for each of their gradients."""
+    """Return two flags (`EngineOwnership`) for a module with all inner modules: whether ZeRO-3 or
+    FSDP2 partitions their weights, and whether an engine waits for each of their gradients."""
     modules, parameters = contents_of(module)
     one_of_each_class = dict(zip(map(type, modules), modules, strict=True))
     weights = any(map(is_fsdp_unit, one_of_each_class.values()))
@@ -335,8 +337,8 @@ def drops_masks(hook: Callable[..., Any]) -> bool:
 
 
 def belongs_to_engine(hook: Callable[..., Any]) -> bool:
-    """True if a module hook is DeepSpeed's, or accelerate's hook that removes attention masks. Such
-    a hook does not run inside a layer in chunks."""
+    """True if a hook of a module belongs to DeepSpeed, or is accelerate's hook that removes
+    attention masks. streambp disables such hooks inside a layer that runs in chunks."""
     owner = getattr(hook, "func", hook)
     return (
         drops_masks(hook)
@@ -354,7 +356,7 @@ def zeros_for_engines(parameter: Tensor) -> Tensor | None:
     return None
 
 
-def must_agree(module: nn.Module) -> bool:
+def ranks_must_agree(module: nn.Module) -> bool:
     """True if the module's forward gathers parameters from several ranks (ZeRO-3, FSDP2), so that
     all ranks must call the forward equally often. One rank alone then may not decide to repeat a
     forward."""

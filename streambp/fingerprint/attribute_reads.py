@@ -46,8 +46,9 @@ def _collect(values: Iterable[Any], names_found: set[str], visited: set[int], de
     code of functions in their closures and of global functions that they call.
 
     Args:
-        values: functions, or objects that call functions.
-        names_found: the names.
+        values: functions, and objects around functions, such as properties, methods and partials;
+            all other values are ignored.
+        names_found: receives the names.
         visited: ids of the code objects that were searched already.
         depth: levels of called global functions to search as well.
     """

@@ -71,8 +71,8 @@ class EntryHolder(Holder):
         self.content = {start + index: value for index, value in enumerate(tail)}
 
     def restore(self) -> None:
-        """Set the container's entries to the recorded ones. A long list is cut to its recorded length
-        instead, and its other entries stay."""
+        """Set the container's entries to the recorded entries. A long list is cut to its recorded
+        length instead, and the remaining entries stay."""
         if not self.short:
             while len(self.owner) > self.length:
                 self.owner.pop()
@@ -109,8 +109,9 @@ def attributes_of(owner: Any, left_out: Callable[[str], bool]) -> Holder:
 def parameters_of(module: nn.Module) -> Holder:
     """Return a `Holder` that records a module's parameters and can restore them.
 
-    Only plain parameters and None are recorded and replaced. Engines and tests put other tensors in
-    a parameter's place, and take them out themselves.
+    Only plain parameters and None are recorded and replaced. Engines (DeepSpeed, FSDP) and streamed
+    layers put other tensors in a parameter's place for a while, and remove these tensors
+    themselves.
     """
     table = module._parameters
 
@@ -143,11 +144,11 @@ def value_of_context(variable: contextvars.ContextVar[Any]) -> Holder:
 
 
 def entries_of(table: dict[Any, Any], names: Iterable[Any] | None = None) -> Holder:
-    """Return a `Holder` for the entries of a dictionary.
+    """Return a `Holder` that records entries of a dictionary and can restore them.
 
     Args:
         table: the dictionary.
-        names: the keys; None: all entries.
+        names: keys of the recorded entries; None: all entries.
     """
     keys = None if names is None else list(names)
 
@@ -160,8 +161,8 @@ def entries_of(table: dict[Any, Any], names: Iterable[Any] | None = None) -> Hol
 
 
 def attributes_of_class(owner: type) -> Holder:
-    """Return a `Holder` for the attributes and methods that a class itself defines. Names with two
-    leading underscores are left out, except `__call__`."""
+    """Return a `Holder` that records the attributes and methods that a class itself defines, and
+    can restore them. Names with two leading underscores are left out, except `__call__`."""
 
     def read() -> Content:
         table = vars(owner).items()

@@ -40,12 +40,15 @@ HOOK_KINDS = dict(
 class HookSnapshot:
     """Snapshot of the module hooks inside a layer. Hooks of DeepSpeed and accelerate are left out.
 
+    A hook's key is (module name in the layer, kind such as "forward hook", hook name, number among
+    hooks of equal module, kind and name).
+
     Attributes:
         ids: registration numbers of all hooks.
-        exact: dict from (hook, name) to each value in the hook's code and closure. Equal values
-            mean that the hook would act the same.
-        kind: classes and other properties of the same values, without numbers and identities. Equal
-            if test results about the layer still hold.
+        exact: dict from (hook's key, name of a value) to each value in the hook's code and closure.
+            The hook acts the same in forward and backward if these values are equal.
+        kind: classes and other properties of the same values, without numbers and identities. Test
+            results (if the layer can run in chunks) hold for later snapshots with an equal `kind`.
         locations: dict from a hook's key to its hook dict and its registration number in this dict.
         routing: pairs of a module and a hook that peft registers on the module for a single
             forward, to pass an argument. `exact`, `kind` and `locations` leave these hooks out.
@@ -88,8 +91,8 @@ class HookSnapshot:
 
         Args:
             previous: the hooks in the earlier snapshot.
-            modifying_hooks: the forward hooks that modified values since.
-            ignored: values in hooks that the layer's own forward changes.
+            modifying_hooks: keys of the forward hooks that modified values in the layer's forward.
+            ignored: (hook's key, name) of the values in hooks that the layer's own forward changes.
         """
         texts = []
         for (key, leaf), exact in previous.exact.items():
@@ -124,14 +127,18 @@ def short_name(hook: Any) -> str:
 
 
 def base_of(leaf: str) -> str:
-    """Return the part of an entry's name before its index, which names the container: "cache" for
-    "cache[3]"."""
+    """Return the name of the container of an entry, without the entry's index: "cache" for
+    "cache[3]". A name without index is returned unchanged."""
     return leaf.partition("[")[0]
 
 
 def describe_hook(key: HookKey) -> str:
     """Return a hook's description for messages, such as "the forward hook double (model.py:12) of
-    self_attn"."""
+    self_attn".
+
+    Args:
+        key: (module name in the layer, kind of hook, hook name, number among equal ones).
+    """
     path, sort, name, number = key
     return f"the {sort} {name}" + (f" ({number + 1})" if number else "") + f" of {path}"
 
@@ -148,7 +155,8 @@ def hooks_of(
     Args:
         tables: the hook dicts of each inner module, in the order of `MODULE_HOOKS`.
         modules: the layer's modules by name, the layer first.
-        ignored: values in hooks that the layer's own forward changes.
+        ignored: (hook's key, name) of the values in hooks that the layer's own forward changes;
+            left out of the snapshot.
         latest: the hooks of the previous snapshot; None: there is no previous snapshot.
     """
     if not any(tables):
@@ -194,8 +202,9 @@ def hooks_of(
 
 @contextlib.contextmanager
 def watch_hooks(hooks: HookSnapshot) -> Iterator[set[HookKey]]:
-    """Context manager that yields a set of hook keys. The set is empty at first, and receives the
-    key of each forward hook or forward pre-hook that modifies its inputs or outputs when it runs.
+    """Context manager that yields a set of hook keys (module name, kind, hook name, number). The
+    set is empty at first, and receives the key of each forward hook or forward pre-hook that
+    modifies its inputs or outputs when it runs.
 
     Args:
         hooks: snapshot of the hooks to watch.
@@ -260,11 +269,11 @@ def _equal(x: Tensor, y: Tensor) -> bool:
 @contextlib.contextmanager
 def routing_hooks(routing: list[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
     """Context manager that registers peft's hooks of a forward again while backward recomputes the
-    layer. peft removes these hooks after the forward, but modules get some arguments only through
-    them.
+    layer. Otherwise modules would miss some arguments, because peft removes these hooks after the
+    forward.
 
     Args:
-        routing: each module with its hook.
+        routing: pairs of a module and its hook (`HookSnapshot.routing`).
     """
     handles = [module.register_forward_pre_hook(hook, with_kwargs=True) for module, hook in routing]
     try:

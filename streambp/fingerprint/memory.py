@@ -245,7 +245,8 @@ class ReachableValues:
             self._note(f"{path}[{index}]", number)
 
     def _visit_memory(self, path: str, value: Any) -> None:
-        """Add the bytes of a memoryview, or of a number or array of ctypes, to the values."""
+        """Add the bytes of a memoryview, or of a number or array of ctypes, to `values`, and the
+        object to `holders`. Read-only and large memory is left out."""
         if isinstance(value, ctypes.py_object):
             return
         view = memoryview(value)
@@ -272,11 +273,15 @@ class ReachableValues:
         self._note(f"len({path})", len(file.getvalue()))
 
     def _visit_parameter(self, path: str, parameter: nn.Parameter | None) -> None:
-        """Add a parameter to the values, and its attributes to the search if they are numbers or
-        tensors. Programs may store records in both, for example a norm of inputs.
+        """Add a parameter to `values`, and search its attributes that are numbers or tensors.
+        Programs may store records in both, for example a norm of inputs.
 
-        Attributes of engines are left out, and so are tensors that engines and tests put in a
-        parameter's place.
+        Attributes of engines (DeepSpeed, FSDP) are left out. Tensors that engines and streamed
+        layers put in a parameter's place are left out, too.
+
+        Args:
+            path: the parameter's path.
+            parameter: the parameter; None if the module has none under this name.
         """
         if type(parameter) is nn.Parameter:
             self._note(path, parameter)
@@ -398,13 +403,14 @@ class ReachableValues:
         label_of: Callable[[Any], str] = ".{}".format,
         plain: int = sys.maxsize,
     ) -> None:
-        """Add the entries of a container to the objects that are visited.
+        """Add a container to `holders`, and its entries to the objects that are visited.
 
         Args:
             path: the container's path.
-            holder: the container.
-            label_of: returns the label of an entry in a path.
-            plain: number of entries at the end whose plain values are visited.
+            holder: record of the container and of its entries.
+            label_of: returns the part of an entry's path that follows the container's path.
+            plain: numbers, strings and other plain values are visited only among this number of
+                entries at the container's end.
         """
         self.holders.append(holder)
         first_plain = len(holder.content) - plain
@@ -415,7 +421,8 @@ class ReachableValues:
 
 
 def stored_attributes(parameter: Tensor) -> Content:
-    """Return the attributes of a parameter that are numbers or tensors [...], by name."""
+    """Return the attributes of a parameter that are numbers, tensors [...] or NumPy arrays, by
+    name. Attributes that engines set, with names that begin with "_" or "ds_", are left out."""
     return {
         name: value
         for name, value in vars(parameter).items()
@@ -455,8 +462,8 @@ class InPlaceWrites(TorchDispatchMode):
         return result
 
     def shapes_outside(self, memory: ReachableValues) -> str:
-        """Return the shapes, as text, of tensors made in this context that are still alive and not
-        in `memory`; "" if there are none."""
+        """Return the shapes, as text, of tensors from operations in this context that are still
+        alive, without the values of `memory`. Return "" if there are none."""
         tensors = self._alive(memory)
         if tensors:
             del tensors
@@ -478,7 +485,8 @@ class InPlaceWrites(TorchDispatchMode):
         ]
 
     def _note(self, argument: Any) -> None:
-        """Copy the storage of a tensor [...] before the first in-place write to it."""
+        """Copy the storage of a tensor [...], or of each tensor in a list, before the first
+        in-place write to it. Only tensors of the `ReachableValues` are copied."""
         for x in argument if isinstance(argument, (list, tuple)) else (argument,):
             storage_key = _storage_key(x)
             if storage_key in self._tensors and storage_key not in self._copies:

@@ -68,8 +68,8 @@ class ObservedValue:
     Attributes:
         name: the value's name and the position inside the value, such as "cache[3]".
         exact: compares equal if a forward would read the same.
-        kind: class and other properties of the part, without numbers and identities. Has an equal
-            repr if test results about the layer still hold.
+        kind: class and other properties of the part, without numbers and identities. Test results
+            (if the layer can run in chunks) hold until the repr of `kind` changes.
     """
 
     name: str
@@ -85,7 +85,12 @@ def name_of(definition: Any) -> str:
 
 
 def plain_leaf(value: Any, name: str) -> ObservedValue | None:
-    """Return the `ObservedValue` of a None, bool, str, int or float; None for every other value."""
+    """Return the `ObservedValue` of a None, bool, str, int or float; None for every other value.
+
+    Args:
+        value: the value.
+        name: name of the result.
+    """
     value_type = type(value)
     if value is None or value_type is bool or value_type is str:
         return ObservedValue(name, value, value)

@@ -144,14 +144,14 @@ class ModuleSnapshot:
         values: the attributes, parameters and buffers of the modules.
         flat: `values.read()` at the snapshot.
         hooks: the hook dicts of the modules inside the layer, not a copy.
-        exact: dict from (module, attribute, position) to values; equal if a forward would read the
-            same.
+        exact: dict from (module name, attribute name, position inside the attribute) to values;
+            equal if a forward would read the same.
         generators: random generators among the attributes.
         parameters: the parameters.
         tensors: tensors whose version counters are compared.
         keys: (module name, tensor name) of these tensors, in the same order.
-        kind: digest of classes, flags, strings and dtypes, without numbers and identities. Equal if
-            test results about the layer still hold.
+        kind: digest of classes, flags, strings and dtypes, without numbers and identities. Test
+            results (if the layer can run in chunks) hold for later snapshots with an equal `kind`.
     """
 
     def __init__(self, layer: nn.Module, ignored: set[Key]) -> None:
@@ -275,8 +275,8 @@ class LayerSnapshot:
     Attributes:
         body: the modules with their attributes, parameters and buffers.
         hooks: the hooks inside the layer.
-        answers: cached results of functions of the layer, valid until the layer has a newer
-            snapshot.
+        answers: cached results of functions of the layer, by the function or another key; valid
+            until the layer has a newer snapshot.
     """
 
     body: ModuleSnapshot
@@ -290,8 +290,8 @@ class LayerSnapshot:
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """Return a key for results of a layer's tests. A result is valid for all snapshots of the
-        layer with the same key."""
+        """Return a key for results of a layer's tests, which show if the layer can run in chunks. A
+        result is valid for all snapshots of the layer with the same key."""
         return self.body.kind, self.hooks.kind, self.gradient_flags
 
 
@@ -302,7 +302,7 @@ class ForwardSnapshot:
     Attributes:
         layer_snapshot: the snapshot.
         versions: version counters of the snapshot's tensors.
-        modifying_hooks: hooks inside the layer that modified values in the forward.
+        modifying_hooks: keys of the hooks inside the layer that modified values in the forward.
     """
 
     layer_snapshot: LayerSnapshot
@@ -322,8 +322,8 @@ class Fingerprint:
         pending: number of forwards whose backward has not run yet.
         in_cycles: True if autograd graphs of the layer are in reference cycles, and are freed only
             by garbage collection.
-        stored_paths: paths of values that third-party code inside the layer stored in a test.
-            [Note: kept values]
+        stored_paths: paths of values that third-party code inside the layer stored in a test run of
+            the layer, for example "mlp.kept[3]". [Note: kept values]
     """
 
     last: LayerSnapshot | None = None
@@ -375,8 +375,8 @@ class Fingerprint:
         Args:
             layer: the layer.
             previous: snapshot before the forward.
-            versions: version counters of the tensors in `previous` at that time; None: they are not
-                compared.
+            versions: version counters of the tensors in `previous` before the forward; None: the
+                counters are not compared.
         """
         current = self.take_snapshot(layer)
         body_is_unchanged = current.body is previous.body
@@ -416,8 +416,8 @@ class Fingerprint:
         Args:
             layer: the layer.
             previous: snapshot at the forward's start.
-            versions: version counters of its tensors at the forward's start.
-            modifying_hooks: hooks inside the layer that modified values.
+            versions: version counters of the tensors in `previous` at the forward's start.
+            modifying_hooks: keys of the hooks inside the layer that modified values in the forward.
         """
         current = self.learn(layer, previous, versions)
         self.pending += 1

@@ -31,19 +31,20 @@ TOKENS_IN_PLACE = 2048
 def block_size(
     vocabulary: int, dtype: torch.dtype, device: torch.device, full_vocabulary: bool = False
 ) -> tuple[int, int]:
-    """Return two sizes for computing logits block by block: the number of tokens, and the number of
-    vocabulary entries.
+    """Return the size of a block of logits, which are computed block by block: the number of
+    tokens, and the number of vocabulary entries.
 
-    The result depends on shapes only, so that runs are bitwise reproducible. Each block of tokens
+    The result depends on no values, so that runs are bitwise reproducible. Each block of tokens
     reads and writes the weight's gradient dW, 4 V h bytes each, so blocks need many tokens. Blocks
     of 2,048 tokens, less if BYTES_PER_BLOCK requires it, read and write dW in less time than the
     matrix products take.
 
     Args:
-        vocabulary: V.
-        dtype: dtype of the products.
+        vocabulary: V, the number of entries of the full vocabulary.
+        dtype: dtype of the output projection's matrix products.
         device: device of the products.
-        full_vocabulary: True if a block must contain all of the vocabulary.
+        full_vocabulary: True: a block must contain the full vocabulary. False: a block may contain
+            a part of it.
     """
     if supports_kernels(device, dtype):
         tokens = min(TOKENS_IN_PLACE, max(1, BYTES_PER_BLOCK // (vocabulary * dtype.itemsize)))
@@ -62,11 +63,11 @@ class Projection:
 
     Attributes:
         logit_scale: factor of the products.
-        softcap: bound of the logits; None: no softcap.
+        softcap: bound of the logits, softcap * tanh(x / softcap); None: no softcap.
         temperature: divisor of the logits.
-        slope: factor of the products when the model's code calls tanh on them. When the code then
-            multiplies by the softcap, logit_scale = slope * softcap. `slope` is stored because
-            logit_scale / softcap could differ by rounding.
+        slope: factor that the model's own code applies to the products before tanh, if there is a
+            softcap: slope = logit_scale / softcap up to rounding. The number is stored to repeat
+            the code's rounding when complete logits are computed.
     """
 
     logit_scale: float = 1.0
@@ -85,12 +86,12 @@ class Projection:
         return logits if self.temperature == 1.0 else logits / self.temperature
 
     def backward(self, grad: Tensor, logits: Tensor) -> Tensor:
-        """Return the gradient [n, v] of the product hidden @ W^T + bias, to which `logits` applies
-        scale, softcap and temperature.
+        """Return the gradient [n, v] of the product hidden @ W^T + bias, from which the method
+        `logits` computes logits by scale, softcap and temperature.
 
         Args:
-            grad: gradient of the logits [n, v]; overwritten.
-            logits: [n, v].
+            grad: gradient of the logits [n, v]; overwritten with the result.
+            logits: the logits [n, v] that the method `logits` returned.
         """
         if self.softcap is not None:
             grad.mul_(1.0 - (logits * (self.temperature / self.softcap)).square())
@@ -98,16 +99,15 @@ class Projection:
 
 
 class HeadProducts:
-    """Matrix products hidden @ W^T + bias of an output projection, with weight [V, h] and bias [V]
-    or None.
-
-    The weight is cast to the hidden states' dtype, and so is the projection's own bias.
+    """Matrix products hidden @ W^T + bias of an output projection, computed for a part of the
+    vocabulary at a time. The weight is cast to the hidden states' dtype.
 
     Args:
         weight: [V, h].
-        bias: [V] or None.
-        keeps_dtype: True if the model's code adds the bias to the logits, after the projection. A
-            bias in a wider dtype than the product's then widens the product, as in the model.
+        bias: [V], or None for no bias.
+        keeps_dtype: False: the bias is cast to the hidden states' dtype. True: the model's code
+            adds the bias after the projection. A bias in a wider dtype is then not cast, and the
+            sum is in the wider dtype, as in the model.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, keeps_dtype: bool = False) -> None:
@@ -117,8 +117,8 @@ class HeadProducts:
         self.vocabulary: int = weight.shape[0]
 
     def multiply(self, hidden: Tensor, columns: slice) -> Tensor:
-        """Return the matrix products [n, v] of hidden [n, h] for the vocabulary entries in
-        `columns`."""
+        """Return the matrix products [n, v] of hidden [n, h], bias included, for the v vocabulary
+        entries in the slice `columns`."""
         weight = self.weight(hidden.dtype)
         bias = self._bias
         if bias is not None:
@@ -130,7 +130,8 @@ class HeadProducts:
             return torch_own.add(nn_own.linear(hidden, weight[columns]), bias)
 
     def weight(self, dtype: torch.dtype) -> Tensor:
-        """Return the weight [V, h] in this dtype; cast once for all blocks."""
+        """Return the weight [V, h] in this dtype. The weight is cast once, and the cast weight is
+        kept for later calls. The bias is cast as well, unless it keeps its wider dtype."""
         if self._weight.dtype != dtype:
             self._weight = self._weight.to(dtype)
         bias = self._bias
@@ -142,28 +143,27 @@ class HeadProducts:
 
 
 def token_blocks(count: int, tokens: int = TOKENS_PER_BLOCK) -> Iterator[slice]:
-    """Return slices that cut `count` tokens, or vocabulary entries, into blocks of `tokens`.
-
-    The last block may be shorter.
+    """Return slices that cut the range from 0 to `count` (tokens, or vocabulary entries) into
+    blocks of `tokens` entries. The last block may be shorter.
     """
     return (slice(start, min(start + tokens, count)) for start in range(0, count, tokens))
 
 
 @dataclasses.dataclass(frozen=True)
 class Fold:
-    """Softmax statistics of n tokens over a part of the vocabulary, [n] each. The statistics of
-    several parts can be merged.
+    """Softmax statistics of n tokens over a part of the vocabulary, [n] each, with logits z. The
+    statistics of several parts can be merged.
 
     All but `best` are in promote_types(dtype, float32).
 
     Attributes:
-        max: the largest logit.
+        max: the largest logit of the part.
         sum: sum of exp(z - max) over the logits z; lse = max + log(sum).
         target: the label's logit, or 0 if the label is in another part.
         mean: sum of exp(z - max) * z.
         squares: sum of exp(z - max)^2.
         total: sum of z.
-        best: index of the first entry with the largest logit.
+        best: index in the full vocabulary of the first entry with the largest logit.
     """
 
     max: Tensor
@@ -175,19 +175,20 @@ class Fold:
     best: Tensor
 
     def lse(self) -> Tensor:
-        """Return the logsumexp of the logits, [n]."""
+        """Return the log of the sum of exp over the part's logits, [n]."""
         return self.max + torch_own.log(self.sum)
 
     def results(
         self, labels: Tensor, fields: Collection[str], entries: int
     ) -> tuple[Tensor | None, ...]:
-        """Return the values of the fields of `TokenLogProbs` in order, [n] each; None for an
-        optional field whose name is not in `fields`.
+        """Return the fields of `TokenLogProbs` in their order, [n] each: log_probs, entropy,
+        mean_log_probs, is_top1, mean_logits, log_sum_sq_probs. All but log_probs are None unless
+        their name is in `fields`. The statistics must be those of the full vocabulary.
 
         Args:
-            labels: [n].
-            fields: names of optional fields.
-            entries: number of vocabulary entries.
+            labels: the labels [n].
+            fields: names of the optional fields to compute.
+            entries: V, the number of vocabulary entries.
         """
         lse = self.lse()
         mean_logits = self.total / entries
@@ -234,15 +235,16 @@ class Fold:
 
 
 def fold(product: Tensor, projection: Projection, labels: Tensor, block: slice) -> Fold:
-    """Return the softmax statistics of n tokens over a block of vocabulary entries.
+    """Return the softmax statistics of n tokens over a block of v vocabulary entries.
 
-    Computed by one Triton kernel on CUDA and by torch elsewhere, with the same numbers.
+    Computed by one Triton kernel on CUDA and by torch elsewhere, with the same numbers up to
+    rounding.
 
     Args:
         product: [n, v], matrix products of the output projection.
-        projection: the map from matrix products to logits.
-        labels: [n].
-        block: the vocabulary entries of the v columns.
+        projection: the map from matrix products to logits (scale, softcap, temperature).
+        labels: the labels [n], indices in the full vocabulary.
+        block: slice of the full vocabulary with the v entries of the columns.
     """
     if supports_kernels(product.device, product.dtype):
         values = fold_rows(
@@ -258,13 +260,13 @@ def fold(product: Tensor, projection: Projection, labels: Tensor, block: slice) 
 
 
 def fold_in_torch(logits: Tensor, labels: Tensor, block: slice) -> Fold:
-    """Return the softmax statistics of logits [n, v] over a block of vocabulary entries, by torch's
+    """Return the softmax statistics of n tokens over a block of v vocabulary entries, by torch's
     operators. Tests compare the Triton kernel with this function.
 
     Args:
         logits: [n, v].
-        labels: [n].
-        block: the vocabulary entries of the v columns.
+        labels: the labels [n], indices in the full vocabulary.
+        block: slice of the full vocabulary with the v entries of the columns.
     """
     top, best = logits.max(-1)
     weights = (logits - _finite_maximum(top)[:, None]).exp_()  # [n, v]
@@ -279,8 +281,8 @@ def fold_in_torch(logits: Tensor, labels: Tensor, block: slice) -> Fold:
 
 
 def _finite_maximum(top: Tensor) -> Tensor:
-    """Return the largest logits for subtraction from all logits, with 0 in place of -inf, because
-    -inf - -inf is NaN."""
+    """Return `top`, the largest logit [n] of each token, with 0 in place of -inf. The result is
+    subtracted from all logits before exp, and -inf - -inf would be NaN."""
     return top.masked_fill(top == -torch.inf, 0.0)
 
 
@@ -291,11 +293,11 @@ def fold_vocabulary(
     vocabulary entries at a time.
 
     Args:
-        normed: [n, h], the output projection's input.
+        normed: [n, h], the output projection's input, after the final norm.
         products: computes the output projection's matrix products.
-        projection: the map from matrix products to logits.
-        labels: [n].
-        entries: vocabulary entries of a block.
+        projection: the map from matrix products to logits (scale, softcap, temperature).
+        labels: the labels [n].
+        entries: number of vocabulary entries of a block.
     """
     folded: Fold | None = None
     for columns in token_blocks(products.vocabulary, entries):
@@ -306,23 +308,27 @@ def fold_vocabulary(
 
 
 def locate(labels: Tensor, block: slice) -> tuple[Tensor, Tensor]:
-    """Return a mask [n] of the labels that are in a block of vocabulary entries, and the labels'
-    columns in the block [n] (0 outside of the mask). Only this block has the logits of these
-    labels."""
+    """Return two tensors [n]: a bool mask, and columns of a block of logits. The mask is True for
+    labels inside the block. The column is that of the label's logit, or 0 if the mask is False.
+
+    Args:
+        labels: the labels [n], indices in the full vocabulary.
+        block: slice of the full vocabulary with the block's entries.
+    """
     in_block = (labels >= block.start) & (labels < block.stop)
     return in_block, torch_own.where(in_block, labels - block.start, 0)
 
 
 @dataclasses.dataclass(frozen=True)
 class TokenGradients:
-    """Inputs for the gradient of logits: softmax statistics of n tokens, and the gradients of their
-    results, [n] each.
+    """Inputs from which the gradient of n tokens' logits is computed: softmax statistics, and the
+    gradients that arrive at the head's results. All tensors are [n].
 
     Attributes:
-        labels: the labels.
+        labels: the labels, indices in the vocabulary.
         lse: log of the sum of exp(logit) over the full vocabulary.
-        entropy: entropy over the full vocabulary; None if no gradient flows to the entropy.
-        vocabulary: V.
+        entropy: entropy over the full vocabulary; None if no gradient arrives at the entropy.
+        vocabulary: V, the number of vocabulary entries.
         d_log_probs: gradient of log_probs; None: unused.
         d_entropy: gradient of entropy; None: unused.
         d_mean_log_probs: gradient of mean_log_probs; None: unused.
@@ -339,7 +345,7 @@ class TokenGradients:
     d_lse: Tensor | None = None
 
     def select_tokens(self, block: slice) -> TokenGradients:
-        """Return the same values for the tokens in `block` alone."""
+        """Return a copy with the values [n] of the tokens in the slice `block` alone."""
         values = (getattr(self, field.name) for field in dataclasses.fields(self))
         return TokenGradients(*(x[block] if isinstance(x, Tensor) else x for x in values))  # type: ignore[arg-type]
 
@@ -350,13 +356,14 @@ def product_gradient(
     """Return the gradient of the output projection's matrix products [n, v], for a block of
     vocabulary entries, in the products' dtype.
 
-    A Triton kernel on CUDA overwrites `product` with the gradient.
+    A Triton kernel on CUDA overwrites `product` with the gradient. torch's operators, elsewhere, do
+    not change `product`.
 
     Args:
-        product: [n, v].
-        projection: the map from matrix products to logits.
-        statistics: softmax statistics and gradients of the n tokens.
-        block: the vocabulary entries of the v columns.
+        product: the matrix products [n, v].
+        projection: the map from matrix products to logits (scale, softcap, temperature).
+        statistics: softmax statistics of the n tokens, and the gradients of their results.
+        block: slice of the full vocabulary with the v entries of the columns.
     """
     if not supports_kernels(product.device, product.dtype):
         return gradient_in_torch(product, projection, statistics, block)
@@ -372,14 +379,14 @@ def product_gradient(
 def gradient_in_torch(
     product: Tensor, projection: Projection, statistics: TokenGradients, block: slice
 ) -> Tensor:
-    """Compute the result of `product_gradient` [n, v] by torch's operators, without a change of
-    `product`. Tests compare the Triton kernel with this function.
+    """Return the gradient of the output projection's matrix products [n, v] by torch's operators,
+    which do not change `product`. Tests compare the Triton kernel with this function.
 
     Args:
         product: [n, v], matrix products of the output projection.
-        projection: the map from matrix products to logits.
-        statistics: softmax statistics and gradients of the n tokens.
-        block: the vocabulary entries of the v columns.
+        projection: the map from matrix products to logits (scale, softcap, temperature).
+        statistics: softmax statistics of the n tokens, and the gradients of their results.
+        block: slice of the full vocabulary with the v entries of the columns.
     """
     logits = projection.logits(product)
     return projection.backward(logits_gradient(logits, statistics, block), logits).to(product.dtype)
@@ -388,12 +395,17 @@ def gradient_in_torch(
 def logits_gradient(logits: Tensor, statistics: TokenGradients, block: slice) -> Tensor:
     """Return the gradient of logits [n, v], for a block of vocabulary entries.
 
-    The gradient of each statistic is:
+    The gradient is the sum of these terms, for logits z with softmax p and label y:
 
         log p_y = z_y - lse            (onehot - p) g
         H = -sum p log p               -p (log p + H) g_H
         mean log p = mean z - lse      (1 / V - p) g_mean
         lse                            p g_lse
+
+    Args:
+        logits: [n, v].
+        statistics: softmax statistics of the n tokens, and the gradients g of their results.
+        block: slice of the full vocabulary with the v entries of the columns.
     """
     lse = statistics.lse[:, None]
     entropy = statistics.entropy

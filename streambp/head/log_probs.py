@@ -38,13 +38,13 @@ from streambp.tensors import check_tensors
 
 
 def check_labels(labels: Tensor, vocabulary: int, ignore_index: int | None) -> None:
-    """Raise if a label is outside the vocabulary. Synchronizes with the device.
+    """Raise if a label is outside the vocabulary. The check waits for the device.
 
     Such a label would select nothing, and the result would still look like a log-probability.
 
     Args:
-        labels: [...] integers; labels without data are not checked.
-        vocabulary: V.
+        labels: [...] integers; labels without data (on meta, or fake) are not checked.
+        vocabulary: V, the number of vocabulary entries.
         ignore_index: an additional valid label; None: there is none.
 
     Raises:
@@ -70,9 +70,10 @@ METRICS = ("is_top1", "mean_logits", "log_sum_sq_probs")
 
 @dataclasses.dataclass(frozen=True)
 class TokenLogProbs:
-    """Result of `token_log_probs`: tensors shaped like the labels. Ignored labels have 0 (False).
+    """Result of `token_log_probs`: tensors shaped like the labels. Positions with an ignored label
+    have 0 (False). A field that was not requested is None.
 
-    log_probs, entropy and mean_log_probs have gradients, and are in promote_types(hidden dtype,
+    log_probs, entropy and mean_log_probs are differentiable, and are in promote_types(hidden dtype,
     float32).
 
     Attributes:
@@ -92,7 +93,8 @@ class TokenLogProbs:
     log_sum_sq_probs: Tensor | None = None
 
     def each(self, change: Callable[[Tensor], Tensor]) -> TokenLogProbs:
-        """Return a copy with `change` applied to every tensor [...], a reshape for example."""
+        """Return a copy with `change` applied to every tensor [...], for example a reshape. Fields
+        of None stay None."""
         values: list[Any] = []
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
@@ -104,19 +106,20 @@ class TokenLogProbs:
 
 @dataclasses.dataclass
 class HeadInputs:
-    """Inputs of the output projection and the loss: besides hidden [N, h], weight [V, h] and bias
-    [V], these are labels, final norm and settings.
+    """Inputs of the output projection and the loss other than hidden [N, h], weight [V, h] and bias
+    [V]: labels, final norm and settings.
 
     Attributes:
-        labels: [N].
+        labels: the labels [N].
         projection: the map from matrix products to logits (scale, softcap, temperature).
-        norm: the final norm, or an Identity.
-        norm_parameters: parameters of the norm.
-        ignore_index: label of positions without a label.
+        norm: the final norm; an Identity if the hidden states are normed already.
+        norm_parameters: trainable parameters of the norm.
+        ignore_index: value in `labels` at positions without a label.
         autocast: autocast's state in forward.
-        in_float32: True if products are computed in float32 or wider, also under autocast.
-        drop_saves: function that frees tensors saved by layers, after running out of memory; see
-            `PendingGradients.drop_saves`.
+        in_float32: True if products are computed in float32 or wider, also under autocast. False:
+            in autocast's dtype, or in that of the normed hidden states.
+        drop_saves: function that frees tensors saved for backward by layers, called if the head
+            runs out of memory. The function returns True if it freed any. None: nothing to free.
         bias_dtype: dtype of the bias if the model's code adds it to the logits, after the
             projection; None: the projection adds the bias itself.
     """
@@ -135,8 +138,8 @@ class HeadInputs:
     def rows(self) -> Tensor | None:
         """Return the positions [n] that have a label, in order; None if all N positions have one.
 
-        Labels without data (on the meta device) give a tensor of all N positions. Most batches have
-        a position without a label, so memory that is counted without data covers this case.
+        Labels without data (on the meta device) give a tensor of all N positions, and not None.
+        Most batches have a position without a label, so the counted memory includes such a tensor.
         """
         if not has_data(self.labels):
             return torch.arange(self.labels.shape[0], device=self.labels.device)
@@ -147,7 +150,7 @@ class HeadInputs:
 
     @property
     def row_labels(self) -> Tensor:
-        """Return the labels [n] of the positions that have a label."""
+        """Return the labels [n] of the n positions that have a label, in order."""
         return self.labels if self.rows is None else self.labels[self.rows]
 
     @property
@@ -157,15 +160,16 @@ class HeadInputs:
         return positions.shape[0]
 
     def apply_norm(self, hidden: Tensor) -> Tensor:
-        """Return the final norm of a block of hidden states [n, h], in the dtype in which they are
-        projected."""
+        """Return the final norm of a block of hidden states [n, h], in the dtype of the output
+        projection's matrix product."""
         with self.autocast.restore():
             hidden = self.norm.forward(hidden)  # the norm's hooks run in the model's own call only
             return hidden.to(self.product_dtype(hidden.dtype, hidden.device))
 
     def product_dtype(self, dtype: torch.dtype, device: torch.device) -> torch.dtype:
-        """Return the dtype of the output projection's matrix product for normed hidden states of
-        `dtype`, with regard to autocast."""
+        """Return the dtype of the output projection's matrix product, for normed hidden states of
+        `dtype` on `device`. The result is float32 or wider with `in_float32`. Otherwise it is
+        autocast's dtype if autocast was enabled in forward, else `dtype`."""
         if self.in_float32:
             return torch.promote_types(dtype, torch.float32)
         kind, enabled, autocast_dtype = self.autocast.states[0]
@@ -181,13 +185,14 @@ class HeadInputs:
     def block_size(
         self, hidden: Tensor, vocabulary: int, full_vocabulary: bool = False
     ) -> tuple[int, int]:
-        """Return two sizes for computing the logits of `hidden` [N, h] block by block: the number
-        of tokens, and the number of vocabulary entries.
+        """Return the size of a block of logits, which are computed block by block: the number of
+        tokens, and the number of vocabulary entries.
 
         Args:
-            hidden: the hidden states before the final norm.
-            vocabulary: V.
-            full_vocabulary: True if a block must contain all of the vocabulary.
+            hidden: the hidden states [N, h] before the final norm.
+            vocabulary: V, the number of vocabulary entries.
+            full_vocabulary: True: a block must contain the full vocabulary. False: a block may
+                contain a part of it.
         """
         # A norm in float32 returns float32.
         dtype = functools.reduce(
@@ -216,15 +221,16 @@ def token_log_probs(
 ) -> TokenLogProbs:
     """Compute log softmax(logits)[label] of every token without all logits in memory at once.
 
-    logits = softcap(logit_scale * (norm(hidden) @ W^T + bias)) / temperature.
+    logits = softcap(logit_scale * (norm(hidden_states) @ W^T + bias)) / temperature, where
+    softcap(x) is softcap * tanh(x / softcap).
 
     Args:
         hidden_states: [..., h], any floating dtype; the input of `norm` if there is one.
         weight: [V, h].
         labels: [...] integers, already shifted; `ignore_index` marks positions without a label.
         norm: the final norm; None: hidden_states are normed already.
-        bias: [V].
-        logit_scale: factor of the products.
+        bias: [V]; None: no bias.
+        logit_scale: factor of the matrix products.
         softcap: bound of the logits; None: no softcap.
         temperature: divisor of the logits.
         entropy: also return the entropy of each position's distribution, differentiable.
@@ -286,7 +292,7 @@ def make_inputs(
         labels: [...], already shifted.
         projection: the map from matrix products to logits.
         norm: the final norm; None: hidden_states are normed already.
-        ignore_index: label of positions without a label.
+        ignore_index: value in `labels` at positions without a label.
 
     Raises:
         UnsupportedModelError: a trainable parameter of the norm is a DTensor, or on meta although
@@ -311,7 +317,7 @@ def refuse_second_derivatives() -> None:
 class BlockwiseLogProbs(torch.autograd.Function):
     """Autograd function from hidden states [N, h], weight [V, h], bias [V] or None, and the norm's
     parameters to the fields of `TokenLogProbs`, [N] each or None. Logits exist for one block of
-    tokens at a time."""
+    tokens at a time, and backward computes these blocks again."""
 
     @staticmethod
     def forward(
@@ -378,13 +384,12 @@ class BlockwiseLogProbs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return gradients of hidden [N, h], weight [V, h], bias [V] and the norm's parameters.
-
-        Each is in its tensor's dtype.
+        """Return None for `inputs` and `fields`, then the gradients of hidden [N, h], weight
+        [V, h], bias [V] and the norm's parameters, each in its tensor's dtype.
 
         Args:
-            grads: gradients of the values, [N] each or None. The last three are ignored, because
-                their values are not differentiable.
+            grads: gradients of the fields of `TokenLogProbs` in order, [N] each or None. The last
+                three are ignored, because these fields are not differentiable.
 
         Raises:
             BackwardError: second derivatives are requested (create_graph), or the head or the norm
@@ -414,6 +419,7 @@ class BlockwiseLogProbs(torch.autograd.Function):
         """Recompute the logits block by block, and return the gradients of forward's arguments.
 
         Args:
+            ctx: the context that forward has filled.
             saved: hidden, weight, bias, and the logsumexp [n], as forward saved them.
             grads: gradients [N] of the fields of `TokenLogProbs`, in order; None for unused fields.
 
@@ -449,16 +455,17 @@ class HeadGradients:
     """Gradients of hidden states, output projection and final norm, summed over blocks of tokens
     and of vocabulary entries.
 
-    The weight's gradient is in promote_types(dtype, float32), that of the hidden states in their
-    dtype.
+    Call `recompute` for each block of tokens, then `add_block` for each block of the vocabulary,
+    then `finish_tokens`. `results` returns the gradients at the end. The weight's gradient is
+    summed in promote_types(dtype, float32).
 
     Args:
         inputs: norm, labels and settings.
-        hidden: [N, h].
-        weight: [V, h].
-        bias: [V] or None.
-        needs: True for each of hidden, weight, bias and the norm's parameters that requires a
-            gradient.
+        hidden: hidden states [N, h] before the final norm.
+        weight: the output projection's weight [V, h].
+        bias: the output projection's bias [V], or None.
+        needs: a flag for each of hidden, weight, bias and the norm's parameters, in this order:
+            True if it requires a gradient.
     """
 
     def __init__(
@@ -490,8 +497,8 @@ class HeadGradients:
         a graph from the leaf.
 
         Args:
-            rows: positions with a label; None: all positions.
-            block: the block's indices in `rows`.
+            rows: positions [n] with a label; None: all positions.
+            block: slice of `rows` (of all positions, if None) with the block's tokens.
         """
         positions = block if rows is None else rows[block]
         leaf = self.hidden[positions].detach().requires_grad_(self.needs_hidden)
@@ -502,13 +509,14 @@ class HeadGradients:
     def add_block(
         self, grad: Tensor, normed: Tensor, products: HeadProducts, columns: slice
     ) -> None:
-        """Add the gradient of one block of matrix products to the sums.
+        """Add the gradients that follow from one block of matrix products to the summed gradients
+        of the weight, the bias and the block's normed hidden states.
 
         Args:
-            grad: d loss / d product [n, v].
-            normed: [n, h], the input of the matrix products.
+            grad: gradient of the loss with respect to the matrix products [n, v].
+            normed: [n, h], the input of the matrix products, from `recompute`.
             products: computes the matrix products, and has the weight.
-            columns: the vocabulary entries of the v columns.
+            columns: slice of the vocabulary with the v entries of the columns.
         """
         if self.d_bias is not None:
             self.d_bias[columns] += grad.sum(0, dtype=self.d_bias.dtype)
@@ -528,10 +536,10 @@ class HeadGradients:
         Args:
             leaf: [n, h], from `recompute`.
             normed: [n, h], from `recompute`.
-            shadows: detached aliases of the norm's parameters, in whose place gradients are
-                computed.
-            rows: positions with a label; None: all positions.
-            block: the block's indices in `rows`.
+            shadows: detached aliases of the norm's parameters, which replaced the parameters in
+                `recompute`, and for which the norm is differentiated.
+            rows: positions [n] with a label; None: all positions.
+            block: slice of `rows` (of all positions, if None) with the block's tokens.
         """
         if self.d_normed is None:
             return
@@ -580,8 +588,8 @@ class HeadGradients:
         Args:
             upstream: a scalar tensor that multiplies the gradients, in place if a sum has the right
                 dtype. None: no factor.
-            buffers: tensors for the results, from the method `buffers`; None: allocate the result
-                here, if it needs a new tensor.
+            buffers: tensors for the results of hidden, weight and bias, from `result_buffers`. A
+                tensor that is None and needed is allocated here.
         """
         values = self.inputs.norm_parameters.current()
         # Zeros, not None, where no position has a label: optimizers and engines expect the same set
@@ -609,8 +617,9 @@ class HeadGradients:
         )
 
     def _of_labelled_rows(self, factor: Tensor | None) -> Tensor | None:
-        """Return a factor for each row of the hidden states' gradient, [N, 1]: `factor` for rows
-        with a label, 1 elsewhere. If all rows have a label, return the scalar `factor`.
+        """Return a factor for each row (position) of the hidden states' gradient, [N, 1]: the
+        scalar `factor` for rows with a label, 1 elsewhere. Return `factor` itself if it is None,
+        all rows have a label, or the hidden states have no gradient.
 
         Rows without a label have a gradient of zero, which an infinite factor would turn into NaN.
         """
@@ -632,11 +641,11 @@ def _output_buffer(total: Tensor, like: Tensor) -> Tensor:
 def _finish_gradient(
     total: Tensor | None, factor: Tensor | None, like: Tensor, buffer: Tensor | None = None
 ) -> Tensor | None:
-    """Return a sum of gradients times a factor, in the dtype of `like`, in one pass over memory and
-    in place if the dtype stays.
+    """Return a sum of gradients times a factor, in the dtype of `like`, in one pass over memory.
+    The product is written into `total` itself if `total` has this dtype.
 
     Args:
-        total: [N, ...], or a scalar; None: no gradient.
+        total: the sum [N, ...], or a scalar; None: no gradient, and the result is None.
         factor: a scalar tensor, or one factor for each row, [N, 1]. None: `total` is only cast.
         like: a tensor with the result's dtype.
         buffer: receives the result; None: `total` if its dtype fits, otherwise a new tensor.

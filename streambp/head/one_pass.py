@@ -41,15 +41,15 @@ MIN_LOSS_SCALE = 2.0**-64
 
 
 class PendingGradients:
-    """State of losses that compute their gradients in forward: the last loss's gradients, until
-    backward returns them, and the expected loss scale.
+    """State of a patched model whose losses compute their gradients in forward: the last loss's
+    gradients, until backward returns them, and the expected loss scale.
 
     Attributes:
         work: weak reference to the last loss's gradients; None: no loss was computed yet.
         factor: the expected loss scale, of a GradScaler for example: the last gradient that arrived
             at a loss, divided by the gradient of an unscaled loss. None: no backward has run yet.
-        drop_saves: frees tensors that layers have saved by saves="auto", and returns True if it
-            freed any; None: layers save nothing automatically.
+        drop_saves: function that frees tensors saved by layers under saves="auto". The function
+            returns True if it freed any. None: layers save nothing automatically.
     """
 
     work: weakref.ref[HeadGradients] | None = None
@@ -78,16 +78,22 @@ class PendingGradients:
 
 def _bounded_scale(scale: Tensor) -> Tensor:
     """Return the scalar `scale` if its absolute value is between 2^-64 and 2^64; otherwise return
-    1. Gradients computed at an expected scale outside of this range would overflow or underflow."""
+    a scalar 1. Gradients computed in forward at a scale outside of this range could overflow or
+    underflow."""
     size = scale.abs()
     return torch_own.where((size > MIN_LOSS_SCALE) & (size < 1 / MIN_LOSS_SCALE), scale, 1.0)
 
 
 def can_run_in_one_pass(hidden: Tensor, pending: PendingGradients) -> bool:
-    """True if the loss may compute its gradient for hidden [N, h] already in forward.
+    """True if the loss may compute its gradient for hidden [N, h] already in forward, in one pass.
 
-    False without gradients, in float16, under saved-tensor hooks, or while the gradients of an
-    earlier forward wait for backward (in `pending`). The module's docstring gives the reasons.
+    False in no_grad mode, in float16 (small gradients could underflow), and under saved-tensor
+    hooks, such as checkpoint's. Also False while the gradients of an earlier loss wait for its
+    backward.
+
+    Args:
+        hidden: the hidden states, whose dtype and device count.
+        pending: the state of the patched model's losses.
     """
     in_float16 = torch.float16 in (hidden.dtype, autocast_dtype(hidden.device.type))
     hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
@@ -95,12 +101,11 @@ def can_run_in_one_pass(hidden: Tensor, pending: PendingGradients) -> bool:
 
 
 class OnePassNLL(torch.autograd.Function):
-    """Autograd function from hidden states [N, h] to the sum of -log p of the labels, a scalar.
-    Gradients are computed in forward, together with the loss.
+    """Autograd function from hidden states [N, h], weight [V, h], bias [V] or None, and the norm's
+    parameters to the sum of -log p of all labels, a scalar.
 
-    Further inputs: weight [V, h], bias [V] or None, and the norm's parameters. `scale` is the
-    upstream gradient of an unscaled loss, a scalar in promote_types(hidden dtype, float32).
-    """
+    Forward computes the gradients together with the loss, for an expected gradient of the loss.
+    Backward multiplies the gradients by the true gradient of the loss over the expected one."""
 
     @staticmethod
     def forward(
@@ -121,11 +126,13 @@ class OnePassNLL(torch.autograd.Function):
 
         Args:
             inputs: labels, final norm and settings.
-            pending: state of the head's losses, which gets the gradients until backward.
-            scale: upstream gradient of an unscaled loss, a scalar.
-            hidden: [N, h].
-            weight: [V, h].
-            bias: [V] or None.
+            pending: state of the patched model's losses, which gets a weak reference to the
+                gradients. The state's `factor` multiplies `scale`.
+            scale: the gradient of the sum if the program does not scale its loss: a scalar in
+                promote_types(dtype, float32), such as 1 / number of labels for a mean.
+            hidden: hidden states [N, h] before the final norm.
+            weight: the output projection's weight [V, h].
+            bias: the output projection's bias [V], or None.
             norm: parameters of the final norm.
         """
         rows = inputs.rows
@@ -169,7 +176,8 @@ class OnePassNLL(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients that forward computed, multiplied by upstream / expected: `upstream`
-        is the loss's gradient, a scalar, and forward assumed the expected value in its place.
+        is the loss's gradient, a scalar, and forward assumed the expected value in its place. The
+        first three results are None; hidden, weight, bias and the norm's parameters follow.
 
         Raises:
             BackwardError: this is the second backward, or second derivatives are requested

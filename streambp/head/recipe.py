@@ -27,12 +27,13 @@ class HeadOutcome:
     """Facts, for `describe`, on how the logits of one forward were used.
 
     Attributes:
-        loss_in_blocks: True if a loss was computed block by block.
-        empty: True if that loss had no labelled token.
-        computed: names of results that were computed block by block from lazy logits.
-        built_for: the operation that required the complete logits; None: they were not built.
-        hidden_built_for: the operation that required the output projection's input; None: it was
-            not built.
+        loss_in_blocks: True if a loss was computed block by block, without complete logits.
+        empty: True if this loss had no labelled token.
+        computed: names of other results that were computed block by block, as keys of a dict.
+        built_for: name of the operation that required the complete logits [B, T, V]; None: the
+            complete logits were not computed.
+        hidden_built_for: name of the operation that required the output projection's complete
+            input; None: the input was not computed as a whole.
     """
 
     loss_in_blocks: bool = False
@@ -44,13 +45,14 @@ class HeadOutcome:
 
 @dataclasses.dataclass(eq=False)
 class HeadRequest:
-    """Options of the output projection in one forward of the model, and the results of its logits,
-    which are computed later.
+    """Options of the output projection in one forward of the model, and the results of a loss over
+    its logits. The logits are computed later, where the program uses them.
 
     Attributes:
-        pending: gradients that a loss has computed in forward, until backward returns them.
-        requested_outputs: fields of `TokenLogProbs` that a loss must compute besides log_probs;
-            None: only the loss's value is needed.
+        pending: state of the model's losses: gradients that a loss has computed in forward, until
+            backward returns them.
+        requested_outputs: names of fields of `TokenLogProbs` that a loss must store in `values`
+            besides log_probs; None: only the loss itself is needed.
         temperature: divisor of the logits.
         in_float32: True if products are computed in float32.
         norms: final norms of the decoder that ends in this output projection; other norms (an
@@ -60,12 +62,13 @@ class HeadRequest:
         beside_loss: True if the model returns these logits together with a loss. Engines such as
             ZeRO-3 then notice the start of the model's backward at the loss, not at the logits.
         handed_out: True if user code receives these logits, and may read them at padding.
-        values: the results of a loss over these logits, [N] each; None before such a loss.
+        values: per-token results of a loss over these logits, [N] each. None before a loss, or if
+            the loss computed only its value.
         hidden_states: returns [N, h], the hidden states from which the values were computed, before
             `norm` if there is one.
-        norm: the final norm, or None.
-        outcome: facts on how the logits were used.
-        projecting: True while the output projection runs.
+        norm: the final norm, or None if `hidden_states` returns normed hidden states.
+        outcome: facts on how the logits were used, for `describe`.
+        projecting: True while the output projection's forward runs.
     """
 
     pending: PendingGradients
@@ -90,7 +93,8 @@ class InputSnapshot(NamedTuple):
 
     Attributes:
         autocast: the autocast state.
-        versions: shape and version counter of each tensor; -1: the tensor counts no versions.
+        versions: shape and torch's version counter of each tensor; -1 for inference tensors, which
+            count no versions.
     """
 
     autocast: Autocast
@@ -99,20 +103,21 @@ class InputSnapshot(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LogitsExpression:
-    """Recipe for a tensor that is computed later: the steps from stored hidden states to normed
-    hidden states or logits.
+    """Recipe for a tensor that is computed later: the steps from stored hidden states (`source` in
+    the methods) to normed hidden states or logits.
 
     Attributes:
         request: options of the output projection in this forward.
-        norm: the final norm, or None.
+        norm: the final norm; None: no norm is applied.
         weight: [V, h]; None if the result is hidden states.
         bias: [V] or None.
         adds_bias: True if the model's code adds the bias to the logits, after the projection.
         projection: scale and softcap of the product, or only the scale for hidden states; the
             temperature is in `request`.
-        logits: True for the output projection's result and tensors derived from it.
-        token_positions: [...], index of each token in the stored hidden states [N, h]; None: these
-            have the tokens' shape.
+        logits: True for the output projection's result and tensors derived from it; False for
+            hidden states.
+        token_positions: [...], index of each token in the stored hidden states [N, h]; None: the
+            stored hidden states [..., h] have the tokens' shape.
         late_padding: hidden states of padding, computed when they are read. [Note: padding that is
             read]
     """
@@ -141,8 +146,8 @@ class LogitsExpression:
         return self.late_padding.with_padding()
 
     def projected(self) -> Projection:
-        """Return scale and softcap of the output projection, together with the request's
-        temperature."""
+        """Return the map from matrix products to logits: this recipe's scale and softcap, and the
+        temperature of `request`."""
         return dataclasses.replace(self.projection, temperature=self.request.temperature)
 
     def bias_dtype(self) -> torch.dtype | None:
@@ -153,17 +158,18 @@ class LogitsExpression:
         return self.bias.dtype
 
     def inputs(self) -> list[Tensor]:
-        """Return the tensors used for the result besides the hidden states: weight [V, h], bias [V]
-        and the norm's parameters. A weight or bias of None is left out. Backward returns gradients
-        of these tensors, and raises if one has changed since forward."""
+        """Return the tensors used for the result of `build` besides the hidden states: weight
+        [V, h], bias [V] and the norm's parameters. A weight or bias of None is left out. Backward
+        returns gradients of these tensors, and raises if one has changed since forward."""
         norm = [] if self.norm is None else list(self.norm.parameters())
         return [tensor for tensor in (self.weight, self.bias, *norm) if tensor is not None]
 
     def build(self, source: Tensor) -> Tensor:
-        """Compute the tensor from stored hidden states `source` [..., h]. If the recipe has
-        `token_positions`, only these tokens are computed.
+        """Compute the recipe's tensor from stored hidden states `source` [..., h]. If the recipe
+        has `token_positions`, only these tokens are computed.
 
-        The result is [..., h], or [..., V] with a weight; differentiable.
+        The result is hidden states [..., h], or logits [..., V] if the recipe has a weight. Both
+        are differentiable. The request's temperature is not applied.
         """
         if self.token_positions is not None:
             source = take_rows(
@@ -185,8 +191,9 @@ class LogitsExpression:
         return torch_own.mul(torch_own.tanh(value), softcap)
 
     def snapshot(self, source: Tensor) -> InputSnapshot:
-        """Return a snapshot of the tensors from which the result for `source` [..., h] would be
-        computed now."""
+        """Return a snapshot of the tensors from which `build` would compute its result now: stored
+        hidden states `source` [..., h], weight, bias and the norm's parameters. A later comparison
+        with another snapshot shows if one has changed."""
         inputs = (source, *self.inputs())
         versions = []
         for x in inputs:
@@ -197,14 +204,14 @@ class LogitsExpression:
     def gradients(
         self, source: Tensor, gradient: Tensor, autocast: Autocast
     ) -> list[Tensor | None]:
-        """Return the gradients of source [..., h] and of the tensors in `inputs`, in this order.
-
-        None for a tensor that requires no gradient.
+        """Compute the result of `build` again, and return the gradients of source [..., h] and of
+        the tensors that `inputs` returns, in this order. None for a tensor that requires no
+        gradient.
 
         Args:
             source: the stored hidden states.
-            gradient: gradient of the result of `build`.
-            autocast: autocast state of that result.
+            gradient: gradient of the result of `build`, of the same shape.
+            autocast: autocast's state when the result was first computed.
         """
         norm = self.norm
         if norm is None:
@@ -238,15 +245,15 @@ class LogitsExpression:
 def blockwise_loss(
     source: Tensor, recipe: LogitsExpression, target: Tensor, ignore_index: int, reduction: str
 ) -> Tensor:
-    """Compute F.cross_entropy of logits with labels `target` [N], without building the logits.
+    """Compute F.cross_entropy of logits with labels `target` [N], without the complete logits.
 
-    A recipe with `token_positions` [M] has M labels; only hidden states of labelled tokens are
-    selected.
+    A recipe with `token_positions` [M] has M labels, one for each token. Several tokens may then
+    share a row of `source`.
 
     Args:
         source: hidden states [N, h].
         recipe: the steps from source to logits.
-        target: labels [N].
+        target: labels [N], or [M] for a recipe with `token_positions`.
         ignore_index: label of ignored positions.
         reduction: "none", "mean" or "sum", as in F.cross_entropy.
 
@@ -286,8 +293,11 @@ def blockwise_loss(
 def _loss(
     source: Tensor, recipe: LogitsExpression, target: Tensor, ignore_index: int, reduction: str
 ) -> Tensor:
-    """Compute `blockwise_loss` for hidden states [N, h] and their labels `target` [N]. No state
-    changes before the function can run out of memory, so the caller may call the function again.
+    """Compute F.cross_entropy of the logits of hidden states [N, h], block by block, for the recipe
+    without `token_positions`. If this runs out of memory, the caller may call the function again.
+
+    Facts on the loss are stored in `recipe.request`: its `outcome`, and `values` unless gradients
+    are computed in forward.
 
     Args:
         source: hidden states [N, h].
@@ -346,11 +356,11 @@ def _loss_at_positions(
     ignore_index: int,
     reduction: str,
 ) -> Tensor:
-    """Compute `blockwise_loss` for M tokens whose hidden states are rows of `source`: token i has
-    row `places[i]`.
+    """Compute F.cross_entropy of the logits of M tokens, block by block. The hidden state of token
+    i is row `token_positions[i]` of `source`.
 
     Several tokens may have the same hidden state. If many of them share the label too, each pair of
-    hidden state and label is computed once, in two passes.
+    hidden state and label is computed once, and its gradients in backward and not in forward.
 
     Args:
         source: hidden states [N, h].
@@ -378,8 +388,12 @@ def _loss_at_positions(
     if request.values is not None:
 
         def spread(values: Tensor) -> Tensor:
-            """Return the values of all M tokens [M], from the values of the labelled tokens; 0
-            (False) at tokens without a label."""
+            """Return the values of all M tokens [M]; 0 (False) at tokens without a label.
+
+            Args:
+                values: values of the labelled tokens, or of the different pairs of hidden state and
+                    label.
+            """
             if repeats is not None:
                 values = values[repeats]
             return values.new_zeros(target.shape[0]).index_copy(0, labelled, values)

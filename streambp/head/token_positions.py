@@ -1,14 +1,14 @@
 """Hidden states shared by several tokens of a batch, with an index for each token.
 
 A model whose rows share prefixes ends with the hidden states [N, h] of its packed
-row. The head selects rows at places [B, T], or at the labelled positions only, and never builds [B,
-T, h]. The gradient of a hidden state that several tokens read is a sum, added in
+row. The head selects rows by indices [B, T], or those of labelled positions only, and never builds
+[B, T, h]. The gradient of a hidden state that several tokens read is a sum, added in
 promote_types(dtype, float32) and rounded once.
 
 [Note: padding that is read] A packed row has no padding, and a program may read logits at padding:
 a mean over all logits, a maximum, an index. Then the call's rows are computed after all, padding
-and tokens. Hidden states of the batch [B, T] stand behind those of the packed row: place N + i is
-that of the i-th token of the batch. Tokens keep their places.
+and tokens. Hidden states of the batch [B, T] stand behind those of the packed row: index N + i is
+that of the i-th token of the batch. Tokens keep their indices.
 """
 
 from __future__ import annotations
@@ -61,12 +61,14 @@ def take_rows(source: Tensor, token_positions: Tensor) -> Tensor:
 
 @dataclasses.dataclass(eq=False)
 class LatePadding:
-    """Hidden states of padding tokens, which are computed only if the program reads logits there.
+    """Hidden states of padding tokens, for a batch whose tokens were computed in one packed row
+    without padding. Hidden states of padding are computed only if the program reads logits there.
     [Note: padding that is read]
 
     Attributes:
         source: [N, h], hidden states of all tokens without padding, in one packed row.
-        compute: returns hidden states of the batch, [B * T, h]; argument: True for a gradient.
+        compute: function that returns hidden states of the batch with padding, [B * T, h]. The
+            function's argument is True if the result must be differentiable.
         completed_rows: cached results of `with_padding`; the key is True for a differentiable
             result.
     """
@@ -76,7 +78,8 @@ class LatePadding:
     completed_rows: dict[bool, Tensor] = dataclasses.field(default_factory=dict)
 
     def tokens(self, token_positions: Tensor) -> Tensor:
-        """Return a bool mask [...]: True for indices of tokens, False for indices of padding."""
+        """Return a bool mask with the shape of `token_positions` [...]: True for indices of tokens
+        (below N), False for indices of padding."""
         return token_positions < self.source.shape[0]
 
     def reads_padding(self, token_positions: Tensor) -> bool:

@@ -29,8 +29,8 @@ KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 @functools.lru_cache
 def supports_kernels(device: torch.device, dtype: torch.dtype) -> bool:
-    """True if the Triton kernels for logits support this device and dtype; otherwise torch's
-    operators compute.
+    """True if the Triton kernels for logits support this device and dtype. False: torch's operators
+    compute in their place.
 
     The kernels compute in float32 and do not support float64. Tensors on meta represent tensors on
     CUDA, without launches.
@@ -47,7 +47,8 @@ def supports_kernels(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def use_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Context manager that makes `device` the current device, on which Triton launches kernels."""
+    """Context manager that makes `device` the current CUDA device, on which Triton launches
+    kernels. Other devices are ignored."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
@@ -109,14 +110,17 @@ def fold_rows(
     softcap: float | None,
     temperature: float,
 ) -> tuple[Any, ...]:
-    """Return the softmax statistics of n tokens over v vocabulary entries: max, sum, target, mean,
-    squares and total in float32, and best, [n] each. `blocks.Fold` defines these.
+    """Return the fields of `blocks.Fold` for n tokens over v vocabulary entries, [n] each.
+
+    The first six are in float32: the largest logit z, the sum of w = exp(z - max), the label's z,
+    and sums of w z, w^2 and z. The last is the index in the full vocabulary of the largest z, in
+    int64.
 
     Args:
         product: [n, v] in float32 or half precision, matrix products of the output projection; read
             once.
-        labels: [n].
-        first: vocabulary entry of the first column.
+        labels: the labels [n], indices in the full vocabulary.
+        first: index in the full vocabulary of the first column.
         scale: factor of the products.
         softcap: bound of the logits, or None.
         temperature: divisor of the logits.

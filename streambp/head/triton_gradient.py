@@ -74,18 +74,19 @@ def write_gradient(
     softcap: float | None,
     temperature: float,
 ) -> None:
-    """Overwrite the output projection's matrix products [n, v] with their gradient.
+    """Overwrite the output projection's matrix products [n, v] with the loss's gradient with
+    respect to these products, by one Triton kernel. Products on meta are not changed.
 
     Args:
         product: [n, v] in float32 or half precision, with a contiguous last dimension; read and
             written once.
-        labels: [n].
-        first: vocabulary entry of the first column.
-        lse: [n] in float32, over the full vocabulary.
+        labels: the labels [n], indices in the full vocabulary.
+        first: index in the full vocabulary of the first column.
+        lse: [n] in float32, the log of the sum of exp(logit) over the full vocabulary.
         upstream: gradients of log_probs, entropy, mean_log_probs and lse, [n] in float32 each; None
             for unused values.
         entropy: [n] in float32; None if no gradient flows to the entropy.
-        vocabulary: V.
+        vocabulary: V, the number of vocabulary entries.
         scale: factor of the products.
         softcap: bound of the logits, or None.
         temperature: divisor of the logits.

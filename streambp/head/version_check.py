@@ -18,8 +18,12 @@ SAMPLE_SIZE = 256
 
 
 class VersionCheck:
-    """Snapshot by which in-place changes of tensors are detected: the version counters of all
-    `tensors`, and a few entries of the `sampled` ones."""
+    """Snapshot by which later in-place changes of tensors are detected.
+
+    Args:
+        tensors: tensors whose version counters are stored; torch's own writes raise these.
+        sampled: tensors of which SAMPLE_SIZE entries are stored, to detect writes through `.data`.
+    """
 
     def __init__(self, tensors: Sequence[Tensor], sampled: Sequence[Tensor]) -> None:
         self._versions = [
@@ -51,8 +55,8 @@ class VersionCheck:
 
 
 def _entries(tensor: Tensor) -> Tensor:
-    """Return at most SAMPLE entries of a tensor, spread evenly, as a 1-D tensor [SAMPLE], which a
-    later check compares with the same entries."""
+    """Return at most SAMPLE_SIZE (a constant) entries of a tensor, spread evenly, as a tensor
+    [entries]. A later check compares them with the entries at the same indices."""
     with torch.no_grad():
         count = min(SAMPLE_SIZE, tensor.numel())
         # [count]

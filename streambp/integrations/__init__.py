@@ -15,10 +15,8 @@ __all__ = ["StreamCallback", "TokenBatchSampler", "optimizer_in_backward"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import the public names and each library's module when they are first used.
-
-    Importing transformers is slow, so nothing is imported earlier.
-    """
+    """Return a public class or function of this package, or the module that integrates a library,
+    by name. The import happens here, at the first use, because importing transformers is slow."""
     if name in MODULES_BY_NAME:
         return getattr(importlib.import_module(MODULES_BY_NAME[name]), name)
     if name.startswith("_") or importlib.util.find_spec(f"{__name__}.{name}") is None:

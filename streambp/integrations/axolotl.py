@@ -27,14 +27,18 @@ SECTION_NOTE = "The streambp section of axolotl's YAML"
 
 
 class StreamSection(BaseModel):  # type: ignore[misc]  # pydantic is not typed here
-    """Schema, for axolotl's config file, of the section "streambp"."""
+    """pydantic schema of the section "streambp" in axolotl's config file.
+
+    Attributes:
+        streambp: the fields of `StreamConfig` by name; None: the file has no such section.
+    """
 
     streambp: dict[str, Any] | None = None
 
     @field_validator("streambp")
     @classmethod
     def _check(cls, section: dict[str, Any] | None) -> dict[str, Any] | None:
-        """Check the section's settings before a model is loaded.
+        """Check the section's settings before a model is loaded, and return the section unchanged.
 
         Raises:
             ConfigError: a setting is invalid. pydantic reports it, because it is a ValueError.
@@ -53,7 +57,13 @@ class StreamPlugin(BasePlugin):  # type: ignore[misc]  # axolotl is not typed
         return f"{__name__}.{StreamSection.__name__}"
 
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
-        """Patch the trainer's models.
+        """Patch the trainer's model now, and its reference model when training begins, with the
+        settings of the section "streambp". Do nothing without the section. axolotl calls this
+        method.
+
+        Args:
+            cfg: axolotl's config; its attribute `streambp` is the section, or None.
+            trainer: the new trainer.
 
         Raises:
             UnsupportedModelError: the model cannot be streamed.

@@ -77,7 +77,8 @@ def read(source: Any) -> dict[str, Any]:
     """Return a DeepSpeed config as a dictionary.
 
     Args:
-        source: a mapping, the path of a JSON file, JSON text, or base64 of JSON text.
+        source: a mapping, the path of a JSON file, JSON text, or base64 of JSON text; None: an
+            empty config.
 
     Raises:
         ConfigError: `source` is none of these.
@@ -147,7 +148,8 @@ class DeepSpeedStreamCallback(LoggingCallback):
     def on_init_end(
         self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **kwargs: Any
     ) -> None:
-        """Patch the Trainer's model with the settings of its DeepSpeed config.
+        """Patch the Trainer's model with the settings of its DeepSpeed config. Do nothing if the
+        config has no section "streambp".
 
         Raises:
             ConfigError: the section "streambp" is invalid.

@@ -60,8 +60,8 @@ class OptimizersInBackward:
         self._handles.append(model.register_forward_pre_hook(OptimizerGuard(trained)))
 
     def remove(self) -> None:
-        """Remove the hooks, so that weights accumulate gradients again. `optimizers` stays
-        unchanged."""
+        """Remove the hooks that run the optimizers, so that weights accumulate gradients again. The
+        optimizers and their states stay in `optimizers`."""
         for handle in self._handles:
             handle.remove()
         for weight in self._weights:

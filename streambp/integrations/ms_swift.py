@@ -37,7 +37,8 @@ class SwiftStreamCallback(TrainerCallback):  # type: ignore[misc]  # ms-swift is
     ms-swift passes the trainer to the callback."""
 
     def on_init_end(self, *args: Any, **kwargs: Any) -> None:
-        """Patch the trainer's models.
+        """Patch the trainer's model now, and its reference model when training begins. The settings
+        are those of the environment variable STREAMBP_LAUNCH, or the defaults.
 
         Raises:
             UnsupportedModelError: the model cannot be streamed.

@@ -43,6 +43,9 @@ def check(engine: Any) -> None:
     """Raise an error if the settings of verl's engine are not among those for which a patched model
     computes the same as the unpatched model.
 
+    Args:
+        engine: a new engine of verl (`FSDPEngine`).
+
     Raises:
         UnsupportedModelError: a setting would change the results, or is untested.
     """

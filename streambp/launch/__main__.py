@@ -48,7 +48,12 @@ def command(
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a script like `python SCRIPT` does, with its models patched. Return the script's exit
     code, or 96 if the script succeeded and no model was patched. The flag --allow-unpatched
-    prevents 96. A wrong command line returns 2."""
+    prevents 96. A wrong command line returns 2.
+
+    Args:
+        argv: the command line's arguments: flags, the script and its arguments; None: those of this
+            process.
+    """
     try:
         parsed_line = parse_command_line(
             app, sys.argv[1:] if argv is None else argv, "python -m streambp.launch"

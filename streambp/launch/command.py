@@ -40,8 +40,9 @@ TERMINAL_SIGNALS = ("SIGINT", "SIGQUIT")
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split the command line `launch ... -- COMMAND ...` into the options of `streambp launch` and
-    the program with its arguments."""
+    """Split the command line `launch ... -- COMMAND ...` at "--". Return two lists: the part before
+    "--", with "launch", and the program with its arguments. The second list is empty for a command
+    line without "launch" or "--"."""
     if list(argv[:1]) != ["launch"] or "--" not in argv:
         return list(argv), []
     at = list(argv).index("--")
@@ -50,6 +51,10 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def run(arguments: Any) -> int:
     """Run the command `streambp launch` with parsed arguments, and return the exit code.
+
+    Args:
+        arguments: object with the flags as attributes, and the attribute `program`: the command to
+            run with its arguments.
 
     Raises:
         ConfigError: the flags do not make a `StreamConfig`, or there is no command.
@@ -139,7 +144,7 @@ def environment(settings: LaunchSettings, folder: str) -> dict[str, str]:
 
     Args:
         settings: the settings.
-        folder: folder for the processes' reports.
+        folder: folder for the processes' reports; "": each process prints its own report.
     """
     paths = [str(SITE_FOLDER), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {

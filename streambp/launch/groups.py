@@ -74,6 +74,10 @@ def group_batches(batches: list[Batch]) -> list[Batch]:
 
     Rows with equal prompt ids and prompt mask belong to one prompt. The micro-batches are returned
     unchanged if they have no prompts, or have values without an entry for each row (images).
+
+    Args:
+        batches: the micro-batches: dicts from TRL's names to tensors [B, ...], lists of B values,
+            or values for all rows.
     """
     first = batches[0]
     if (

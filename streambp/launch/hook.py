@@ -106,7 +106,11 @@ class ImportHook:
 
     def change_trls_head(self, module: ModuleType) -> None:
         """Replace TRL's `add_fused_lm_head` by a function that adds streambp's fused head to a
-        patched model."""
+        patched model. Do nothing if the module has no such function (before TRL 1.16).
+
+        Args:
+            module: an imported module of a TRL trainer, such as `trl.trainer.sft_trainer`.
+        """
         from functools import wraps
 
         original = getattr(module, "add_fused_lm_head", None)
@@ -144,10 +148,11 @@ class ImportHook:
 
 
 def read() -> dict[str, Any]:
-    """Return the settings of `streambp launch` from the environment variable, parsed as JSON.
+    """Return the settings of `streambp launch` as a dict by name, parsed as JSON from the
+    environment variable STREAMBP_LAUNCH. Return {}, the defaults, if the variable is not set.
 
     Raises:
-        ValueError: the variable is no JSON object.
+        ValueError: the variable's value is no JSON object.
     """
     import json
 

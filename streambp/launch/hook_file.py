@@ -39,6 +39,9 @@ def remove(folder: Path | None = None) -> Path | None:
     """Delete the .pth file with which Python loads the launch hook, and return its path; None if
     there was none.
 
+    Args:
+        folder: the folder of the file; None: this interpreter's site-packages.
+
     Raises:
         StreamBPError: the file cannot be removed.
     """

@@ -44,7 +44,8 @@ class LaunchedProcess:
         atexit.register(self.print_report, at_end=True)
 
     def __reduce__(self) -> tuple[type[LaunchedProcess], tuple[StreamConfig]]:
-        """Return a new object with the same config and without records, for pickle.
+        """Return (class, arguments) for pickle: the copy has the same config and no records of
+        models.
 
         Hyperparameter sweeps send a Trainer to other processes, which record their own results.
         """
@@ -53,7 +54,8 @@ class LaunchedProcess:
     def patch_trainer(self, trainer: Any) -> None:
         """Patch the model of an HF Trainer at the end of the Trainer's `__init__`, and add
         callbacks: one patches later models and prints the report, another logs tokens and memory.
-        """
+        If the model has rows="packed", a TRL trainer that generates completions also keeps all
+        completions of a prompt in one micro-batch."""
         self.patch_model(trainer.model, self.trainer_config(trainer))
         trainer.add_callback(LaunchCallback(self, trainer))
         StreamCallback.add_to(trainer)
@@ -97,8 +99,9 @@ class LaunchedProcess:
         add_head(causal, *args, **kwargs)
 
     def training(self, model: nn.Module) -> None:
-        """Patch a model whose `train()` was just called (the setting at="train"), unless it is
-        patched or part of a recorded model."""
+        """Patch a model that is about to be trained, for example because its `train()` was called
+        (the setting at="train"). Do nothing if the model is patched, or if this object has recorded
+        the model or a model around it."""
         if (
             not self._busy
             and not self._knows(model)
@@ -108,8 +111,9 @@ class LaunchedProcess:
             model.register_forward_hook(LaunchCallback(self), with_kwargs=False)
 
     def patch_model(self, model: nn.Module, config: StreamConfig | None = None) -> bool:
-        """Patch a model, unless the user has patched it already. Return True if the model is
-        patched afterwards, and False if it cannot be streamed.
+        """Patch a model, unless the user has patched it already. A patch by this object with other
+        settings is replaced. Return True if the model is patched afterwards, and False if it cannot
+        be streamed.
 
         Args:
             model: the model of a trainer or of a training loop.
@@ -157,10 +161,10 @@ class LaunchedProcess:
         return any(part is model for recorded in self._records for part in recorded.modules())
 
     def process_record(self) -> ProcessRecord:
-        """Return the record of this process's models. The record is also written to a file, which
-        the `streambp launch` command reads.
+        """Return the record of this process and its patched models. The record is also written to a
+        file, from which the `streambp launch` command prints its report.
 
-        A model that was deleted has the description from its last record.
+        A deleted model has the description from the last record before its deletion.
         """
         try:
             for model, record in list(self._records.items()):
@@ -188,11 +192,11 @@ class LaunchedProcess:
 
     def print_report(self, at_end: bool = False) -> None:
         """Print a report on the models of this process: which layers are computed chunk by chunk,
-        and how the loss is computed.
+        and how the loss is computed. Only rank 0 prints.
 
         Args:
-            at_end: True at process exit. The report is then printed only if no `streambp launch`
-                command reads it.
+            at_end: True at process exit: print only if this process patched or recorded a model,
+                and if no `streambp launch` command reads the report. False: print always.
         """
         account = self.process_record()
         if at_end and (self._has_left or not account.models):
@@ -211,9 +215,13 @@ class LaunchCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
     """Trainer callback that patches models created after `Trainer.__init__`, and prints one report
     after the first step.
 
-    The object can also be a forward hook of a model in a program's own loop (then without a
-    trainer); it then reports after the first training forward. Copies of the model copy the hook
-    with its state, so they do not report again.
+    The object can also be a forward hook of a model in a program's own loop; it then reports after
+    the first training forward. Copies of the model copy the hook with its state, so they do not
+    report again.
+
+    Args:
+        launched: patches models, and prints the report.
+        trainer: the trainer; None: the object is a forward hook.
     """
 
     def __init__(self, launched: LaunchedProcess, trainer: Any = None) -> None:
@@ -236,8 +244,9 @@ class LaunchCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
             self.launched.print_report()
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
-        """Write this process's record to a file, because the process may be killed before its
-        normal exit."""
+        """Write the record of this process and its patched models to a file at the end of training,
+        for the report of the `streambp launch` command. The record is also written at the process's
+        normal exit, but the process may be killed before."""
         self.launched.process_record()
 
     @torch.compiler.disable

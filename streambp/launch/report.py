@@ -23,8 +23,8 @@ class ModelRecord:
     """Entry for one model in the report of `streambp launch`.
 
     Attributes:
-        kind: class name.
-        description: text of `describe`; None: not patched.
+        kind: the model's class name.
+        description: text of `streambp.describe` about the patched model; None: not patched.
         left: the reason why the model was not patched; None: patched.
     """
 
@@ -58,8 +58,9 @@ class ProcessRecord:
 
 
 def write_record(account: ProcessRecord) -> bool:
-    """Write the record of a process into the folder from which the `streambp launch` command reads.
-    Return True if the file was written, and False if no folder is set or writing failed."""
+    """Write the record of a process into the folder from which the `streambp launch` command reads,
+    as a JSON file named after the process id. Return True if the file was written, and False if no
+    folder is set or writing failed."""
     folder = os.environ.get(FOLDER_VARIABLE, "")
     file = Path(folder, f"{account.process}.json")
     try:
@@ -76,6 +77,9 @@ def write_record(account: ProcessRecord) -> bool:
 def collect(folder: Path) -> tuple[list[ProcessRecord], list[str]]:
     """Return the records of all processes in a folder, sorted by rank, and messages about records
     that are missing or cannot be read.
+
+    Args:
+        folder: the folder in which `write_record` has written the records.
     """
     accounts: list[ProcessRecord] = []
     complaints = []
@@ -151,7 +155,7 @@ def table(accounts: list[ProcessRecord]) -> str:
 
 
 def say(text: str) -> None:
-    """Print text to stderr, and ignore a closed stderr."""
+    """Print text to stderr, with "streambp: " before each line. A closed stderr is ignored."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         print(
             "\n".join(f"streambp: {line}" for line in text.splitlines()),

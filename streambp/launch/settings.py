@@ -39,8 +39,8 @@ class LaunchSettings:
         check_fields(self)
 
     def to_json(self) -> str:
-        """Return the settings that differ from the defaults as JSON, for an environment
-        variable."""
+        """Return the settings that differ from the defaults as JSON, for the environment variable
+        STREAMBP_LAUNCH. `settings_from_fields` reads the parsed JSON."""
         fields = {name: getattr(self.config, name) for name in CONFIG_FIELDS}
         changed_fields: dict[str, Any] = {}
         for name, value in fields.items():
@@ -73,7 +73,7 @@ def config_from(fields: dict[str, Any], source: str) -> StreamConfig:
 
     Args:
         fields: fields by name.
-        source: origin of the fields, for the message.
+        source: origin of the fields, such as "streambp launch", for error messages.
 
     Raises:
         ConfigError: a name is unknown, or a value is invalid.
@@ -89,7 +89,8 @@ AllowUnpatched = Annotated[
 
 def add_flags(function: Callable[..., T]) -> Callable[..., T]:
     """Return the function with another signature for typer, in which one parameter for each setting
-    replaces `**settings`. typer makes a flag of each parameter.
+    replaces `**settings`. typer makes a flag of each parameter. The function itself is changed, not
+    a copy.
 
     The settings are `StreamConfig`'s fields and `at`. A flag that is not on the command line has
     the value None.
@@ -133,6 +134,10 @@ def add_flags(function: Callable[..., T]) -> Callable[..., T]:
 
 def settings_from_flags(arguments: Any) -> LaunchSettings:
     """Return the `LaunchSettings` from a command line's parsed arguments.
+
+    Args:
+        arguments: object with an attribute for each flag; None: the flag is not on the command
+            line. Other attributes are ignored.
 
     Raises:
         ConfigError: `StreamConfig` rejects a value.

@@ -46,7 +46,7 @@ class Factor(NamedTuple):
     Attributes:
         stack: [parts * rank + bias rows, m]: the parts one below the other, then the biases as
             rows.
-        rank: the adapter's rank.
+        rank: the adapter's rank; for concatenated adapters the sum of their ranks.
         parts: number of [rank, m] matrices in `stack`. 1: [hi], for products in float32 or wider.
             2: [hi; hi], for a matrix in half precision, where the second hi is multiplied by the
             other operand's rounding errors. 3: [hi; hi; lo] for a float32 matrix.
@@ -58,20 +58,23 @@ class Factor(NamedTuple):
 
     @property
     def distinct_rows(self) -> Tensor:
-        """Return the part of `stack` in which each value occurs once: hi [rank, m], or hi and lo [2
-        * rank, m] if `stack` contains a lo. `thin_product` multiplies x by this part."""
+        """Return the rows of the LoRA matrix in `stack`, without repeated rows and biases. The rows
+        are the rounded values hi [rank, m], or hi and the rounding errors lo [2 * rank, m] if
+        `stack` contains lo. `thin_product` multiplies x by the transpose of these rows."""
         first = self.rank if self.parts > 1 else 0
         return self.stack[first : self.parts * self.rank]
 
 
 def factor_of(matrix: Tensor, dtype: torch.dtype, rows: tuple[Tensor, ...] = ()) -> Factor:
-    """Split a LoRA matrix [rank, m] into parts of the dtype of the matrix products, such as the
-    rounded values and the rounding errors; see `Factor`.
+    """Return a LoRA matrix as a `Factor` for matrix products in `dtype`. A half-precision `dtype`
+    that is not the matrix's own gives rounded values and rounding errors. All other matrices are
+    only cast.
 
     Args:
         matrix: [rank, m].
-        dtype: the dtype of the parts.
-        rows: biases [m] to append below the matrix, each split into parts if needed.
+        dtype: the dtype of the matrix products.
+        rows: biases [m] to append below the matrix. Each bias is one row, or two rows (rounded
+            values, rounding errors) if it has another dtype than a half-precision `dtype`.
     """
     rank, size = matrix.shape
     parts = _parts(matrix.dtype, dtype)
@@ -102,13 +105,14 @@ def _rows(bias_dtype: torch.dtype, dtype: torch.dtype) -> int:
 
 
 class AdapterGroup(NamedTuple):
-    """LoRA adapters of one Linear that read the same tensor: x, or x after their dropout.
+    """LoRA adapters of one Linear that read the same tensor: the Linear's input x, or x after their
+    dropout.
 
     Attributes:
         factor: the adapters' A matrices, one below the other.
         start: index of the group's first row in the concatenation of all A matrices of the Linear.
         stop: index behind the group's last row.
-        mask: [n, in], the dropout mask of x; None: no dropout.
+        mask: [n, in], True where dropout keeps an entry of x; None: no dropout.
     """
 
     factor: Factor
@@ -117,7 +121,8 @@ class AdapterGroup(NamedTuple):
     mask: Tensor | None = None
 
     def read(self, rows: Tensor) -> Tensor:
-        """Return the Linear's input `rows` [n, in] with this group's dropout mask applied."""
+        """Return the Linear's input `rows` [n, in], with zeros where this group's dropout mask is
+        False; unchanged without a mask."""
         return rows if self.mask is None else rows * self.mask
 
 
@@ -128,7 +133,7 @@ class AdapterScale(NamedTuple):
         rank: the adapter's rank.
         b: factor of the product with B: peft's scaling, divided by 1 - p for a dropout probability
             p.
-        bias: factor of B's bias: peft's scaling.
+        bias: factor of the bias of B: peft's scaling.
     """
 
     rank: int
@@ -139,21 +144,22 @@ class AdapterScale(NamedTuple):
 @dataclasses.dataclass
 class AdaptedLinearArguments:
     """Arguments of one `AdaptedLinear` call that autograd does not differentiate: copies of the
-    adapters' matrices for the matrix products, scales and options.
+    LoRA adapters' matrices A and B in the dtype of the matrix products, scales and options.
 
     Attributes:
-        groups: the A matrices of all adapters.
-        b: the B matrices of all adapters, [rank, out], scaled.
+        groups: the A matrices of all adapters; those that read the same tensor are one group.
+        b: the B matrices of all adapters, transposed [rank, out] and multiplied by their scales,
+            with the biases as further rows.
         scales: scales of each adapter.
         value: the saved output [..., out], returned as a view. None: compute the output. A slice:
             compute these rows only; all other rows are NaN. `UNREAD_OUTPUT` is the empty slice.
-        add: callback for backward: gets two matrices [out, n] and [n, in] whose product is the
-            weight's gradient, and adds this product to a sum; None: autograd returns the gradient.
-        decode: returns a quantized base weight in the compute dtype; backward calls it instead of
-            saving the weight.
+        add: callback for backward: gets two matrices [out, n] and [n, in], and adds their product
+            to the sum of the weight's gradient over chunks. None: autograd returns the gradient.
+        decode: returns a quantized base weight in the compute dtype, so that backward needs no
+            saved weight; None: the weight is not quantized and is saved for backward.
         shared: x A^T of several Linears with the same x, computed by one product; None: this Linear
             computes its own.
-        member_index: the Linear's index in `shared`.
+        member_index: the Linear's index in `shared.factors`; unused without `shared`.
     """
 
     groups: list[AdapterGroup]
@@ -167,8 +173,13 @@ class AdaptedLinearArguments:
 
 
 def thin_product(x: Tensor, factor: Factor) -> Tensor:
-    """Return x [n, m] times the transpose of the LoRA matrix: [n, rank] in promote_types(dtype,
-    float32)."""
+    """Return x times the transpose of a LoRA matrix: [n, rank] in promote_types(x.dtype, float32).
+    The products with rounded values and with rounding errors are added.
+
+    Args:
+        x: [n, m], in the dtype of the factor.
+        factor: the LoRA matrix [rank, m].
+    """
     products = add_product(None, x, factor.distinct_rows.mT)
     if factor.parts < 3:
         return products
@@ -179,13 +190,16 @@ def left_operand(product: Tensor, factor: Factor) -> Tensor:
     """Return the left operand of a matrix product with `factor.stack`. The operand is made of
     `product`, which is x A^T or its gradient in float32.
 
-    hi are the rounded values and lo the rounding errors. The columns are hi for a factor of one
-    part, [hi, lo] for two parts, and [hi, lo, hi] for three. A column of ones follows for each bias
-    row of `factor.stack`.
+    hi are the rounded values of `product`, and lo its rounding errors. The columns are hi if
+    `factor` has one part, [hi, lo] for two parts, and [hi, lo, hi] for three. A column of ones
+    follows for each bias row of `factor.stack`.
 
     Args:
         product: [n, rank].
-        factor: the right operand.
+        factor: the LoRA matrix whose `stack` is the right operand.
+
+    Returns:
+        [n, rows of `factor.stack`], in the dtype of `factor.stack`.
     """
     rank, width = product.shape[1], factor.stack.shape[0]
     if factor.parts == 1 and width == rank:
@@ -203,15 +217,25 @@ def left_operand(product: Tensor, factor: Factor) -> Tensor:
 
 
 def sum_parts(parts: Tensor, dim: int) -> Tensor:
-    """Return the sum of the two halves of a LoRA gradient [...] along `dim`: the product with an
-    operand's rounded values, and the product with the operand's rounding errors."""
+    """Return the sum of the two halves of `parts` along `dim`, a LoRA matrix's gradient. The sum
+    overwrites the first half.
+
+    Args:
+        parts: [...], the product with an operand's rounded values, then the product with the
+            operand's rounding errors.
+        dim: the dimension along which the two products are concatenated.
+    """
     first, second = parts.chunk(2, dim)
     return first.add_(second)
 
 
 def join_factors(factors: list[Factor]) -> Factor:
-    """Return the A matrices of several Linears, concatenated to one `Factor`, so that one product
-    computes x A^T for all of them."""
+    """Return the A matrices of several Linears, concatenated to one `Factor`, from which
+    `thin_product` computes x A^T for all Linears at once.
+
+    Args:
+        factors: the A matrices of each Linear, all with the same number of parts.
+    """
     high = [factor.distinct_rows[: factor.rank] for factor in factors]
     low = [factor.distinct_rows[factor.rank :] for factor in factors if factor.parts == 3]
     ranks = sum(factor.rank for factor in factors)
@@ -231,11 +255,11 @@ class SharedInputState:
         joined: the A of all Linears as one factor.
         needs_x: True if x needs a gradient.
         products: x A^T of all Linears, [n, sum of ranks]; None: not yet computed, or already freed
-            because every Linear has read it.
-        readers: the number of Linears that have not yet read `products`.
+            because every Linear has read its columns.
+        readers: the number of Linears that have not yet read their columns of `products`.
         total: sum of the Linears' gradients of x, [n, in]; None: nothing has been added yet.
-        product_gradients: dict from a Linear's index to the gradient of its x A^T; contains the
-            Linears whose backward has run.
+        product_gradients: dict from a Linear's index in `factors` to the gradient of the Linear's
+            x A^T, as returned by `left_operand`; contains the Linears whose backward has run.
     """
 
     factors: list[Factor]
@@ -248,10 +272,10 @@ class SharedInputState:
 
     def take_product(self, index: int) -> Tensor:
         """Return the columns of x A^T that belong to one Linear, [n, rank]. Each Linear calls this
-        once; the last call frees the product.
+        once; the last call frees the product of all Linears.
 
         Args:
-            index: the Linear's index.
+            index: the Linear's index in `factors`.
         """
         products = self.products
         assert products is not None
@@ -275,9 +299,9 @@ class SharedInputState:
         method.
 
         Args:
-            index: the Linear's index.
-            product_gradient: result of `left_operand`, for the gradient of x A^T, where A is the
-                LoRA matrix.
+            index: the Linear's index in `factors`.
+            product_gradient: the gradient of x A^T, where A is the Linear's LoRA matrix, as
+                returned by `left_operand`: [n, rows of A's `Factor.stack`].
             flat: gradient of the Linear's output, [n, out].
             weight: the Linear's weight [out, in]; None: x needs no gradient.
         """
@@ -298,10 +322,12 @@ class SharedInput(torch.autograd.Function):
         """Compute x A^T for all Linears into `shared`, and return x [..., in] as a view.
 
         Args:
-            shared: the values that the Linears share.
+            shared: the values that the Linears share, with the A matrices from which x A^T is
+                computed.
             counts: the number of adapters of each Linear.
             x: [..., in].
-            a: A [r, in] of each adapter.
+            a: A [r, in] of each adapter of the first Linear, then of the next ones; for autograd
+                only.
         """
         ctx.set_materialize_grads(False)
         ctx.shared, ctx.counts = shared, counts
@@ -313,8 +339,8 @@ class SharedInput(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        """Return the gradients of x [..., in] and of each A [r, in], from the values that the
-        Linears' backward stored in `shared`.
+        """Return None for `shared` and `counts`, then the gradients of x [..., in] and of each A
+        [r, in]. The gradients follow from the values that the Linears' backward stored in `shared`.
 
         Args:
             grad: gradient of x from code other than these Linears; None: there is none.
@@ -371,8 +397,8 @@ def _shared_backward(ctx: Any, x: Tensor, grad: Tensor | None) -> tuple[Tensor |
 
 
 class AdaptedLinear(torch.autograd.Function):
-    """Autograd Function of a Linear with LoRA adapters: y [..., out] = x W^T + b + s (x A^T)
-    B^T."""
+    """Autograd Function of a Linear (weight W, bias b) with LoRA adapters A and B of scale s:
+    y [..., out] = x W^T + b + s (x A^T) B^T."""
 
     @staticmethod
     def forward(
@@ -387,20 +413,22 @@ class AdaptedLinear(torch.autograd.Function):
         reads.
 
         Args:
-            work: the adapters' matrices and scales, and the saved output.
+            work: copies of the adapters' matrices, their scales, and in `work.value` the saved
+                output or the rows that are read.
             x: [..., in].
             weight: the Linear's weight [out, in].
             bias: the Linear's bias [out], for autograd; its values are in `work.b`.
-            adapters: A [r, in], B [out, r] and the bias [out] of B or None, of each adapter; for
-                autograd, their values are in `work`.
+            adapters: flat list of A [r, in], B [out, r] and the bias [out] of B or None, of each
+                adapter; for autograd, the values are in `work`.
         """
         with without_autocast(x.device.type):
             return _forward(ctx, work, x, weight)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of x [..., in], weight [out, in], bias [out] and each adapter's
-        tensors, from grad [..., out]."""
+        """Return the gradients of `forward`'s arguments for the output's gradient `grad`
+        [..., out]: None for `work`, then for x [..., in], weight [out, in], bias [out] and each
+        adapter's tensors. The weight's is None if `work.add` has summed it."""
         with without_autocast(grad.device.type):
             return _backward(ctx, grad)
 
@@ -432,8 +460,9 @@ def _forward(ctx: Any, work: AdaptedLinearArguments, x: Tensor, weight: Tensor) 
 
 
 def _thin_operand(work: AdaptedLinearArguments, rows: Tensor) -> Tensor:
-    """Return x A^T for x [n, in], split into rounded values and rounding errors, and ones for the
-    bias rows: [n, parts * rank + bias rows]. The result multiplies `work.b.stack`."""
+    """Return x A^T for the Linear's input `rows` [n, in], as left operand of a product with
+    `work.b.stack`: [n, parts * rank + bias rows]. The columns are x A^T, split into rounded values
+    and rounding errors if needed, and ones for the bias rows."""
     if work.shared is not None:
         return left_operand(work.shared.take_product(work.member_index), work.b)
     products = [thin_product(group.read(rows), group.factor) for group in work.groups]
@@ -488,8 +517,8 @@ def _input_gradient(
 
     Args:
         work: the adapters' matrices.
-        lefts: gradient of x A^T for each group, split into hi and lo.
-        flat: gradient of y, [n, out].
+        lefts: gradient of x A^T for each of `work.groups`, as returned by `left_operand`.
+        flat: gradient of the Linear's output, [n, out].
         weight: the Linear's weight [out, in].
     """
     total: Tensor | None = None
@@ -507,8 +536,8 @@ def _a_gradients(work: AdaptedLinearArguments, lefts: list[Tensor], rows: Tensor
 
     Args:
         work: the adapters' matrices.
-        lefts: gradient of x A^T for each group, split into hi and lo.
-        rows: x, [n, in].
+        lefts: gradient of x A^T for each of `work.groups`, as returned by `left_operand`.
+        rows: the Linear's input x, [n, in].
     """
     gradients = []
     for group, group_parts in zip(work.groups, lefts, strict=True):
@@ -526,7 +555,7 @@ def _adapter_gradients(
     thin_parts: Tensor,
 ) -> list[Tensor | None]:
     """Return the gradients of the adapters' tensors, in float32 or wider. The result is a flat
-    list: A [r, in], B [out, r] and B's bias [out] of the first adapter, then of the second. An
+    list: A [r, in], B [out, r] and B's bias [out] of the first adapter, then of the next ones. An
     entry is None if its tensor needs no gradient.
 
     Args:
@@ -535,7 +564,7 @@ def _adapter_gradients(
         of_a: gradients of all A of the Linear, one below the other, [rank, in]; None: no A needs a
             gradient, or `SharedInput` computes the gradients of A.
         flat: gradient of the Linear's output, [n, out].
-        thin_parts: x A^T in parts, [n, parts * rank + bias rows].
+        thin_parts: x A^T as returned by `_thin_operand`, [n, parts * rank + bias rows].
     """
     of_b: Tensor | None = None
     if any(needs[1::3]):

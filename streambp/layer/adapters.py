@@ -1,5 +1,5 @@
-"""peft's LoRA Linears inside a layer. Most are computed as one operation; for others the reason
-against it is stored.
+"""peft's LoRA Linears inside a layer. Most of them are computed as one operation. The others run
+peft's own forward, and the reason is stored.
 
 [Note: adapters] While a streamed layer runs, an `Adaptation` replaces the forward of each LoRA
 Linear inside. The replacement computes the result of peft's forward as one operation
@@ -84,7 +84,14 @@ ADAPTER_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 
 
 class Adapter(NamedTuple):
-    """One LoRA adapter of a Linear: A [r, in], B [out, r], its dropout and its scale."""
+    """One active LoRA adapter of a Linear.
+
+    Attributes:
+        a: the Linear with weight A [r, in].
+        b: the Linear with weight B [out, r], and a bias [out] or None.
+        dropout: peft's dropout module before A; nn.Identity: no dropout.
+        scale: peft's scaling of the product with A and B.
+    """
 
     a: nn.Linear
     b: nn.Linear
@@ -106,8 +113,8 @@ class LoraLinear:
 
     Attributes:
         module: peft's module.
-        base: the module's base Linear.
-        adapters: the active adapters.
+        base: the module's base Linear; None if `why` is set.
+        adapters: the active adapters; () if `why` is set.
         why: the reason to call peft's own forward in every call; None: `AdaptedLinear` may run.
         why_in_call: the reason why peft's own forward ran in the last call; None: `AdaptedLinear`
             ran.
@@ -120,8 +127,9 @@ class LoraLinear:
     why_in_call: str | None = None
 
     @property
-    def is_fused(self) -> bool:
-        """True if the last call ran `AdaptedLinear` instead of peft's forward."""
+    def can_be_fused(self) -> bool:
+        """True if the last call ran `AdaptedLinear` instead of peft's forward; before the first
+        call, True if `AdaptedLinear` may run."""
         return self.why is None and self.why_in_call is None
 
 
@@ -129,8 +137,8 @@ LoraModules = dict[str, LoraLinear | LoraParameter]
 
 
 def lora_modules_of(layer: nn.Module) -> LoraModules:
-    """Return the LoRA Linears of peft inside a layer, and its adapted parameters of experts, by
-    name. Modules with merged, disabled or no active adapters are left out."""
+    """Return the LoRA Linears of peft inside a layer, and the layer's expert parameters with LoRA
+    adapters, by module name. Modules with merged, disabled or no active adapters are left out."""
     kinds = _kinds()
     if not kinds:
         return {}
@@ -265,8 +273,12 @@ Factors = dict[Any, CachedFactor]
 
 
 def bytes_of(factors: Iterable[Factors]) -> int:
-    """Return the bytes of the cached LoRA factors of several Linears. Large factors are not cached
-    until backward."""
+    """Return the bytes of the cached LoRA factors of several Linears. If these bytes are many, the
+    factors are freed after forward, and backward computes them again.
+
+    Args:
+        factors: the cache of each Linear.
+    """
     total = 0
     for of_linear in factors:
         for cached in of_linear.values():
@@ -275,9 +287,9 @@ def bytes_of(factors: Iterable[Factors]) -> int:
 
 
 def _state(tensor: Tensor | None) -> tuple[Any, ...]:
-    """Return values that change if a tensor [...] gets other memory or is written to in place; a
-    factor that is computed from the tensor is cached until then. A parameter and a detached alias
-    of it have the same values."""
+    """Return values that change if a tensor [...] gets other memory or is written to in place; ()
+    for None. A factor that is computed from the tensor stays cached until the values change. A
+    parameter and a detached alias of the parameter have the same values."""
     if tensor is None:
         return ()
     version = None if tensor.is_inference() else tensor._version
@@ -307,8 +319,9 @@ class Adaptation:
     Attributes:
         lora_linear: the Linear with its base and its adapters.
         peft_forward: peft's forward, called with (module, x, ...).
-        factors: cached LoRA matrices in the compute dtype.
-        siblings: the Linears that read the same x; None: there are none.
+        factors: cached LoRA matrices in the dtype of the matrix products. The keys are this dtype,
+            followed by the adapter for A, or by the adapters' scales for B.
+        siblings: this Linear and the Linears that may read the same x; None: there are no others.
     """
 
     lora_linear: LoraLinear
@@ -337,10 +350,11 @@ class Adaptation:
             value: the saved output [..., out], returned as a view. None: compute the output. A
                 slice: compute these rows only; all other rows are NaN. `UNREAD_OUTPUT` is the empty
                     slice.
-            add: callback for backward: gets two matrices [out, n] and [n, in] whose product is the
-                weight's gradient, and adds this product to a sum; None: autograd returns the
+            add: callback for backward: gets two matrices [out, n] and [n, in], and adds their
+                product to the sum of the weight's gradient over chunks. None: autograd returns the
                 gradient.
-            cast: function of a dtype that returns the base's weight in this dtype; None: cast here.
+            cast: function of a dtype that returns the base's weight in this dtype, cast once for
+                all chunks; None: cast in each call.
         """
         dtype = linear_autocast_dtype(x)
         self.lora_linear.why_in_call = self.why_not(x, dtype or x.dtype)
@@ -414,9 +428,10 @@ class Adaptation:
         products.
 
         Args:
-            x: the Linear's input.
-            dtype: the dtype that autocast casts to; None: the weight is not cast.
-            cast: function of a dtype that returns the weight in this dtype; None: cast here.
+            x: the Linear's input [..., in].
+            dtype: the dtype that autocast casts to; None: weight and bias are not cast.
+            cast: function of a dtype that returns the weight in this dtype, cast once for all
+                chunks; None: cast in each call.
         """
         base = self.lora_linear.base
         slots = vars(base)[PARAMETERS_ATTRIBUTE]
@@ -430,10 +445,11 @@ class Adaptation:
         return weight, None if bias is None else bias.to(dtype)
 
     def _mask(self, x: Tensor, adapter: Adapter) -> Tensor | None:
-        """Return the mask [n, in] that the adapter's dropout applies to x [..., in]; None without
-        dropout.
+        """Return the mask [n, in] of the adapter's dropout for x [..., in], True for entries that
+        stay; None without dropout.
 
-        The dropout is called on ones, so it draws the same random numbers as in peft's forward.
+        The dropout module is called on ones, and draws the same random numbers as in peft's
+        forward.
         """
         if not adapter.dropout_rate:
             return None
@@ -451,20 +467,20 @@ class Adaptation:
         add: AddProduct | None,
         factor: Factor | None = None,
     ) -> tuple[AdaptedLinearArguments, list[Tensor | None]]:
-        """Return those arguments of `AdaptedLinear.apply` that follow from the adapters: a
-        `AdaptedLinearArguments`, and a flat list of each adapter's A [r, in], B [out, r] and B's
-        bias [out].
+        """Return two arguments of `AdaptedLinear.apply`: an `AdaptedLinearArguments`, and a flat
+        list of each adapter's A [r, in], B [out, r] and B's bias [out] or None.
 
         Args:
             dtype: dtype of the matrix products.
-            masks: dropout mask of each adapter's input, shaped like x; None: no dropout.
+            masks: dropout mask [n, in] of each adapter's input, from `_mask`; None: no dropout.
             value: the saved output [..., out], returned as a view. None: compute the output. A
                 slice: compute these rows only; all other rows are NaN. `UNREAD_OUTPUT` is the empty
                     slice.
-            add: callback for backward: gets two matrices [out, n] and [n, in] whose product is the
-                weight's gradient, and adds this product to a sum; None: autograd returns the
+            add: callback for backward: gets two matrices [out, n] and [n, in], and adds their
+                product to the sum of the weight's gradient over chunks. None: autograd returns the
                 gradient.
-            factor: the A matrices of all adapters, concatenated; None: use the cached one.
+            factor: the A matrices of all adapters, concatenated; None: read this factor from the
+                cache, or compute it. Ignored if an adapter has dropout.
         """
         adapters, base = self.lora_linear.adapters, self.lora_linear.base
         scales = []
@@ -490,8 +506,13 @@ class Adaptation:
         return work, [tensor for adapter in adapters for tensor in _tensors(adapter)]
 
     def a(self, dtype: torch.dtype, adapter: Adapter | None = None) -> Factor:
-        """Return the matrix A of one adapter, split for the matrix products. None stands for all
-        adapters of this Linear: their A matrices are concatenated."""
+        """Return the matrix A of one adapter as a `Factor`, cached.
+
+        Args:
+            dtype: dtype of the matrix products.
+            adapter: the adapter; None: all adapters of this Linear, whose A matrices are
+                concatenated.
+        """
         adapters = self.lora_linear.adapters if adapter is None else (adapter,)
         matrices = [_current_weight(entry.a) for entry in adapters]
         return self._cached_factor(
@@ -499,8 +520,8 @@ class Adaptation:
         )
 
     def _b(self, dtype: torch.dtype, scales: list[AdapterScale]) -> Factor:
-        """Return the matrices B of all adapters, transposed and scaled, with the biases as further
-        rows.
+        """Return the matrices B of all adapters, transposed, scaled and concatenated, as a
+        `Factor`, cached. The biases of the base and of B are further rows.
 
         Args:
             dtype: the dtype of the matrix products.
@@ -536,8 +557,8 @@ class Adaptation:
         """Return `make()`, cached until one of `tensors` is replaced or written to.
 
         Args:
-            key: key of the cache.
-            tensors: the tensors from which `make` computes its result; None for missing ones.
+            key: key of the factor in the cache `factors`.
+            tensors: the tensors from which `make` computes the factor; None for missing ones.
             make: computes the factor.
         """
         state = list(map(_state, tensors))
@@ -559,10 +580,11 @@ class Siblings:
 
     Attributes:
         members: the `Adaptation` of each Linear.
-        record: tuple of the first member's input, a pair (version of the input, grad mode), the
-            products x A^T of all members, x in the compute dtype, and the indices of the members
-            that have read x. None: no member has been called, or all have.
-        joined: the factors of the members and their `join_factors`; None: not computed.
+        record: tuple of the x as passed to the member that was called first, a pair (version of
+            this x, grad mode), the products x A^T of all members, x in the compute dtype, and the
+            indices of the members that were called. None: no member has been called, or all have.
+        joined: pair of the list of the members' A matrices, and these matrices concatenated by
+            `join_factors`; None: not computed.
     """
 
     members: list[Adaptation] = dataclasses.field(default_factory=list)
@@ -573,16 +595,18 @@ class Siblings:
         self, tensor: Tensor, x: Tensor, member: Adaptation
     ) -> tuple[Tensor, SharedInputState, int] | None:
         """Return x [..., in] in the compute dtype for one of the Linears, the values that all of
-        the Linears share, and the Linear's index in these values.
+        the Linears share, and the Linear's index in these values. The first of the Linears to be
+        called computes x A^T for all of them.
 
         Return None if the Linears cannot share a product. Reasons are an active dropout of an
-        adapter, a Linear for which peft's own forward runs, and A matrices with different numbers
-        of parts.
+        adapter, a Linear for which peft's own forward runs, an inference tensor, and A matrices
+        with different numbers of parts (`Factor.parts`).
 
         Args:
-            tensor: the Linear's input.
-            x: the input in the compute dtype.
-            member: the Linear's replacement.
+            tensor: the Linear's input [..., in] as passed by the caller, by which calls with the
+                same x are recognized.
+            x: the input [..., in] in the compute dtype.
+            member: the `Adaptation` of the Linear, one of `members`.
         """
         index = self.members.index(member)
         if tensor.is_inference():
@@ -635,15 +659,15 @@ def _join_stacks(matrices: list[Tensor]) -> Tensor:
 
 
 def _current_weight(linear: nn.Linear) -> Tensor:
-    """Return a Linear's current weight [out, in], directly from `_parameters`, where a backward has
-    put its detached alias."""
+    """Return a Linear's current weight [out, in], read directly from `_parameters`. During
+    streambp's backward this entry is a detached alias of the parameter."""
     weight: Tensor = vars(linear)[PARAMETERS_ATTRIBUTE]["weight"]
     return weight
 
 
 def _tensors(adapter: Adapter) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the adapter's current A [r, in], B [out, r] and B's bias [out], directly from
-    `_parameters`."""
+    """Return the adapter's current A [r, in], B [out, r] and B's bias [out] or None, read directly
+    from `_parameters`."""
     return (
         _current_weight(adapter.a),
         _current_weight(adapter.b),
@@ -656,13 +680,14 @@ def fuse_adapters(
     lora_modules: LoraModules, factors: dict[str, Factors] | None = None
 ) -> Iterator[None]:
     """Context manager in which peft's LoRA Linears compute as one operation (`AdaptedLinear`), and
-    experts read factored weights (`FactoredExperts`). Nothing changes while hooks for all modules
-    are registered.
+    experts with LoRA adapters read `FactoredWeight`s. The context changes nothing while hooks for
+    all modules (`register_module_forward_hook`) are registered.
 
     Args:
-        lora_modules: the LoRA Linears and adapted parameters by name.
-        factors: cached LoRA matrices by name, read and written; None: a new cache, dropped at the
-            end of the context.
+        lora_modules: the LoRA Linears and adapted parameters of experts by module name. Modules
+            with a reason `why` keep peft's forward.
+        factors: cached LoRA matrices by module name, read and written; None: a new cache, dropped
+            at the end of the context.
     """
     factors = {} if factors is None else factors
     changed_modules: list[dict[str, Any]] = []

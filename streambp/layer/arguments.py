@@ -50,7 +50,8 @@ def refuse_written(arguments: Versions) -> None:
     that a recomputation would read other values.
 
     Args:
-        arguments: name, tensor [...] and version counter in forward, of each argument.
+        arguments: a tuple for each argument: its name, its tensor [...], and the tensor's version
+            counter in forward.
     """
     for name, tensor, version in arguments:
         if tensor._version != version:
@@ -76,7 +77,22 @@ class Arguments:
         packed_rows: document boundaries of packed rows, if the modules with recurrent states run
             once for each document; None: they run once. [Note: segments]
         state: key of the layer's modules, hooks and requires_grad flags. The layer is tested again
-            when this key changes, because it is part of `kind`. [Note: fingerprint]
+            when this key changes, because the key is part of `kind`. [Note: fingerprint]
+
+    Attributes:
+        by_name: the arguments; a `TensorSlot` stands for a tensor that requires a gradient.
+        hidden_states: the layer's input [..., B, T, h], until `LayerCall` deletes this attribute.
+        length: T.
+        folds: True if the layer's input was reshaped from M residual streams [B, T, M, h / M].
+        kind: key under which the layer's test results are stored: names, types and dtypes of the
+            arguments, and `state`.
+        inputs: the caller's tensors that require a gradient, beside hidden_states.
+        differentiable: the tensors in `inputs`, detached.
+        mappings: dicts among the arguments, by name, to which the layer may add entries.
+        versions: name, tensor [...] and version counter in forward, of each tensor.
+        forks: pairs of positions (start, origin) in a packed row whose documents share a prefix:
+            recurrent states at `start` continue from those at `origin`; (): none.
+        tells: True if document boundaries were added that the caller did not pass.
     """
 
     def __init__(
@@ -160,40 +176,42 @@ class Arguments:
         self._documents: Documents | None = None
 
     def add_documents(self, documents: Documents) -> None:
-        """Add document boundaries of packed rows to the layer's arguments if the caller passed
-        none, so that the layer's attention and state kernels keep the documents separate.
+        """Add document boundaries of packed rows to the layer's arguments, so that the layer's
+        attention and state kernels keep the documents separate. Called if the caller passed no
+        boundaries. Sets `tells`, and changes `kind`.
 
         Args:
-            documents: the documents of packed rows.
+            documents: the documents of packed rows, and the arguments that mark their boundaries.
         """
         self.by_name.update(documents.arguments)
         self.kind |= {("told", tuple(documents.arguments))}
         self._documents, self.tells = documents, True
 
     def replace_state(self, state: tuple[Any, ...]) -> None:
-        """Replace the key of the layer's modules, hooks and requires_grad flags inside `kind`, the
-        key under which the layer's test results are stored. Called after a run of the layer,
-        because values that the layer's own forward changes are left out of the key from then on.
-        The caller then stores the test's result under the new `kind`, where later calls of this
-        kind find it.
+        """Replace the part of `kind` that stands for the layer's modules, hooks and requires_grad
+        flags. The layer's test results are stored by `kind`.
+
+        Called after a run of the layer, because values that the layer's own forward changes are
+        left out of this part from then on. The caller then stores the test's result under the new
+        `kind`, where later calls find it.
 
         Args:
-            state: the new key, as in `Arguments`.
+            state: the new key of modules, hooks and requires_grad flags.
         """
         self.kind = frozenset(
             {*(pair for pair in self.kind if pair[0] != "state"), ("state", state)}
         )
 
     def restore_shape(self, hidden_states: Tensor) -> Tensor:
-        """Reshape hidden states [..., T, h] to the shape of the layer's input: [..., T, M, h / M]
-        for a layer with M residual streams, unchanged for others."""
+        """Return hidden states [..., T, h] in the shape of the layer's input: [..., T, M, h / M]
+        for a layer with M residual streams, unchanged for other layers."""
         return hidden_states.unflatten(-1, self.token_shape) if self.folds else hidden_states
 
     @property
     def documents(self) -> Documents | None:
         """Return the documents of packed rows if boundaries are among the arguments (`seq_idx` or
-        `cu_seq_lens_q`), else None. `Packing` reads the documents, so that states start anew with
-        each of them. Reads the boundaries, which synchronizes with the device."""
+        `cu_seq_lens_q`), else None. `Packing` reads the documents, so that recurrent states start
+        anew with each document. Reading the boundaries may synchronize with the device."""
         if self._documents is None:
             ids, ends = self.by_name.get(DOCUMENT_IDS), self.by_name.get(DOCUMENT_ENDS)
             self._documents = None if ids is None and ends is None else Documents(ids, ends)
@@ -218,8 +236,8 @@ class Arguments:
 
         Args:
             chunk: the chunk.
-            flags: a flag for each of these arguments, True if its gradient is needed. Leaves of
-                other arguments have requires_grad=False.
+            flags: one flag for each entry of `differentiable`: the leaf's requires_grad, True if
+                backward needs the argument's gradient.
         """
         return [
             (d.tensor if d.dim is None else chunk.part(d.tensor, d.dim))
@@ -253,8 +271,8 @@ class Arguments:
 
         Args:
             chunk: the chunk.
-            leaves: the chunk's differentiable arguments, from `leaves`; None: the same values
-                without a gradient.
+            leaves: this chunk's result of the method `leaves`; None: the same values without a
+                gradient.
 
         Raises:
             StreamBPError: an argument's length differs from the sequence's.
@@ -300,8 +318,8 @@ class Arguments:
         for a test run of the layer.
 
         Args:
-            changes: new values by argument name.
-            packed_rows: the documents; None: each row is one document.
+            changes: new values by argument name; other arguments stay.
+            packed_rows: the documents during the context; None: each row is one document.
         """
         previous = self.by_name, self._parts, self._documents, self.packed_rows
         self.by_name, self._parts, self._documents = {**self.by_name, **changes}, {}, None

@@ -77,8 +77,8 @@ class OutputSlot:
         index: the index among the recorded tensors, the tensors of the dict's entry, or the return
             values behind hidden_states.
         key: the key in the dict; None: no dict.
-        flat: True if the recorded tensor has shape [B * C, ...]; `ChunkOutput` has it as
-            [B, C, ...].
+        flat: True if transformers' hook recorded the tensor as [B * C, ...]; False: as [B, C, ...].
+            `ChunkOutput.extras` has the tensor as [B, C, ...] in both cases.
     """
 
     name: str
@@ -99,8 +99,9 @@ class ChunkOutput:
 
     Attributes:
         hidden_states: [..., C, h].
-        extras: the layer's other outputs by `OutputSlot`, [B, C, ...] or [..., C, D].
-        states: the recurrent states at the chunk's end.
+        extras: the layer's other outputs by `OutputSlot`: [..., C, D] for tensors in a dict
+            argument, [B, C, ...] for others.
+        states: the recurrent states at the chunk's end; {}: the layer has none.
     """
 
     hidden_states: Tensor
@@ -120,7 +121,7 @@ def collect_outputs(
         hidden_states: the layer's hidden states, [..., C, h].
         return_values: the return values behind hidden_states, [B, C, ...], by index.
         recorded: the tensors that transformers' hooks recorded, by key.
-        mappings: content of each dict argument, before the layer ran and after.
+        mappings: pair of each dict argument's content before the layer ran and after, by name.
 
     Raises:
         UnsupportedModelError: a recorded tensor is neither [B * C, ...] nor [B, C, ...].
@@ -162,15 +163,15 @@ FullOutputs = dict[OutputSlot | None, Tensor]
 def write_chunk(
     outputs: FullOutputs, output: ChunkOutput, chunk: Chunk, length: int
 ) -> ChunkOutput:
-    """Copy a chunk's outputs into the outputs of the full sequence, and return `output`. An output
-    that does not have the chunk's length, but all `length` positions, is stored without a copy.
+    """Copy a chunk's outputs into the outputs of the full sequence, and return `output` unchanged.
+    An output with `length` positions instead of the chunk's is stored without a copy.
 
     Args:
         outputs: dict of the full sequence's outputs, modified in place: key None holds the hidden
-            states [..., T, h], the other keys are `OutputSlot`s.
+            states [..., T, h], the other keys are `OutputSlot`s. Missing outputs are allocated.
         output: the chunk's outputs.
         chunk: the chunk's range of positions.
-        length: T.
+        length: T, the length of the full sequence.
     """
     for slot, part in ((None, output.hidden_states), *output.extras.items()):
         dim = -2 if slot is None else slot.dim
@@ -261,7 +262,7 @@ class LayerParts:
             [Note: indexers]
         runs_compiled: True if a module inside is compiled.
         engine_hooks: the modules' hook dicts that contain hooks of DeepSpeed or accelerate.
-        checkpointed: the modules with a `gradient_checkpointing` flag.
+        checkpointed: the modules with a `gradient_checkpointing` flag, set to False for each run.
     """
 
     forward: Callable[..., Any]
@@ -296,8 +297,8 @@ class ResultForm:
         collected: tensors that transformers' hooks recorded in the current chunk.
         extras: identifiers of the outputs beside hidden_states, in the order of the autograd
             Function's outputs.
-        is_tuple: True if the layer returns a tuple.
-        width: the number of return values behind the hidden states.
+        is_tuple: True if the layer returns a tuple; False: a tensor.
+        width: the number of return values behind the hidden states, with those that are None.
     """
 
     recorded: tuple[str, ...]
@@ -314,17 +315,17 @@ class BackwardState:
     Attributes:
         training: True if the layer was in training mode in forward.
         gradients_of_a_parameter: number of terms in the sum of each parameter's gradient: one for
-            each chunk.
-        parameters: the layer's parameters at the start of the call.
+            each chunk; two for each chunk if the layer is differentiated in two halves.
+        parameters: the layer's trainable parameters at the start of the call.
         needs_grad: pair, set by the autograd Function's forward: True if hidden_states need a
             gradient, and a list with the same flag for each argument that requires a gradient.
         forward_snapshot: snapshot of the layer at the end of forward. [Note: fingerprint]
         witness: compares recomputed values with those of forward; None: no comparison. [Note:
             witness]
-        send_gradients: moves gradients of weights that are stored on the host; None: weights are on
-            the device.
-        factors: cached LoRA matrices in the compute dtype, by Linear. [Note: adapters]
-        skip_key: the last arguments and the last result of `LayerCall.skip_key`, as a cache;
+        send_gradients: moves gradients to the host, for a layer whose weights are stored there;
+            None: weights are on the device.
+        factors: cached LoRA matrices in the compute dtype, by the Linear's name. [Note: adapters]
+        unread_key: the last arguments and the last result of `LayerCall.unread_key`, as a cache;
             None: empty.
     """
 
@@ -336,7 +337,7 @@ class BackwardState:
     witness: Witness | None = None
     send_gradients: SendGradients | None = None
     factors: dict[str, Factors] = dataclasses.field(default_factory=dict)
-    skip_key: tuple[tuple[Any, ...], tuple[Any, ...]] | None = None
+    unread_key: tuple[tuple[Any, ...], tuple[Any, ...]] | None = None
 
 
 class LayerCall:
@@ -355,8 +356,9 @@ class LayerCall:
         snapshot: snapshot of the layer's modules, attributes and hooks at the start of the call.
         carried: keys, values and recurrent states that pass from chunk to chunk.
         saved: tensors saved for backward.
-        attempt: runs a function and returns its result. After running out of memory it frees saved
-            tensors and retries once, if `saves="auto"` chose them (`oom.py`).
+        attempt: calls a function with False and returns its result. If the function runs out of
+            memory and `saves="auto"` chose the saved tensors, they are freed, and the function is
+            called with True (`oom.py`).
         form: the form of the layer's result: a tensor or a tuple, and which other outputs exist.
         backward: data that backward needs beside the saved tensors.
         has_full_sequence: True if this rank has all tokens of the sequence. The unpatched layer can
@@ -391,7 +393,7 @@ class LayerCall:
             self._move_ends(arguments, layer_state.kind.states.min_tokens)
         self.saved = self._make_saves()
         self.attempt = RUN_ONCE
-        if layer_state.saves_policy is not None and layer_state.retries_chunks:
+        if layer_state.saves_policy is not None and layer_state.can_retry_chunks:
             self.attempt = functools.partial(
                 run_with_retry,
                 device=self.device,
@@ -403,12 +405,12 @@ class LayerCall:
         self.backward = BackwardState(layer_state.layer.training, len(self.plan.ends))
 
     def _move_ends(self, arguments: Arguments, min_tokens: int) -> None:
-        """Move chunk ends to positions where the layer can be split. If a chunk becomes longer than
-        requested, store the reason in `why_longer`. [Note: chunk ends]
+        """Move chunk ends in `plan` to positions where the layer can be split. If a chunk becomes
+        longer than requested, store the reason in `why_longer`. [Note: chunk ends]
 
         Args:
-            arguments: the layer's arguments, which may forbid positions.
-            min_tokens: minimum length of a chunk in tokens.
+            arguments: the layer's arguments, whose `forks` require ends at shared prefixes.
+            min_tokens: minimum length in tokens of a chunk that passes on recurrent states.
         """
         barriers = self.carried.layout.barriers
         if barriers:
@@ -452,7 +454,7 @@ class LayerCall:
     def limit_prefix(self, offloader: OffloadManager) -> None:
         """Limit the device memory of keys, values and their gradients to the `gpu_memory` setting,
         and store tensors above the limit on the host. Does nothing for a layer whose keys cannot be
-        split into one tensor for each chunk."""
+        split into one tensor for each chunk. `offloader` has the limit and the host's storage."""
         saved = self.saved.store if self.saved.moves_kv else None
         assert not isinstance(saved, DeviceTensors)  # offloaded keys are in a host store
         if self.carried.in_tiles:
@@ -463,9 +465,9 @@ class LayerCall:
 
     def first_chunks(self, tokens: int) -> tuple[Chunk, ...]:
         """Return the chunks on which the layer is tested before its first call in chunks: one chunk
-        of at most `tokens` tokens from position 0. If the layer has recurrent states and the
-        sequence is long enough, a second chunk follows, which starts from the end states of the
-        first."""
+        from position 0. If the layer has recurrent states and the sequence is long enough, a second
+        chunk follows, which starts from the end states of the first. Each chunk has at most
+        `tokens` tokens."""
         length = self.arguments.length
         if not self.layer_state.kind.states.carries or len(self.plan.ends) == 1:
             return (Chunk(0, 0, min(tokens, length)),)
@@ -476,20 +478,20 @@ class LayerCall:
         chunks = (Chunk(0, 0, first), Chunk(1, first, stop))
         return chunks if stop - first >= MIN_CHUNK_TOKENS else chunks[:1]
 
-    def skip_key(self, linears: Iterable[str], needs_input: bool) -> tuple[Any, ...]:
-        """Return the key of `LayerTests.unread`, the dict that stores which Linears' outputs
-        backward can skip. A test run finds these Linears once for all calls with the same key: the
-        same form of arguments, needed gradients, autocast state and tested lengths.
+    def unread_key(self, linears: Iterable[str], needs_input: bool) -> tuple[Any, ...]:
+        """Return this call's key in the dict `LayerTests.unread`, whose values are the Linears with
+        outputs that backward can skip. A test run finds these Linears once for all calls with the
+        same key: the same form of arguments, needed gradients, autocast state and tested lengths.
 
         Args:
             linears: names of the layer's Linears.
-            needs_input: True if the input needs a gradient.
+            needs_input: True if hidden_states need a gradient.
         """
         question = linears, needs_input, self.arguments.kind
-        cached = self.backward.skip_key
+        cached = self.backward.unread_key
         if cached is None or any(map(operator.is_not, question, cached[0])):
             stops = [chunk.stop for chunk in self.first_chunks(TRIAL_TOKENS)]
-            cached = self.backward.skip_key = (
+            cached = self.backward.unread_key = (
                 question,
                 (
                     self.arguments.kind,
@@ -515,8 +517,8 @@ class LayerCall:
                 layer.
 
         Returns:
-            For the last chunk, a callback (name, tensor) for the inputs of saved tensors, such as
-            q, k and v. None for other chunks, and if the comparison is disabled.
+            A callback (name, tensor) for the last chunk, which records or compares q, k, v and the
+            inputs of saved Linear outputs. None for other chunks, or if comparison is disabled.
         """
         witness = self.backward.witness
         if witness is None:
@@ -526,12 +528,12 @@ class LayerCall:
 
     def record_inputs(self) -> contextlib.AbstractContextManager[None]:
         """Context manager for forward that records the inputs of the Linears whose outputs backward
-        will skip; backward compares its own inputs with them. Does nothing in a layer's first call,
-        because the skippable Linears are found in its backward. [Note: witness]"""
+        will skip; backward compares the inputs that it recomputes with the record. Does nothing in
+        a layer's first call, because the first backward finds these Linears. [Note: witness]"""
         witness = self.backward.witness
         linears = self.layer_state.linears
         unread = self.layer_state.tests.unread.get(
-            self.skip_key(linears, self.backward.needs_grad[0])
+            self.unread_key(linears, self.backward.needs_grad[0])
         )
         if witness is None or unread is None or not unread.recompute:
             return NULL_CONTEXT
@@ -547,7 +549,7 @@ class LayerCall:
         transformers' hooks go to `form.collected`.
 
         Args:
-            keeps_factors: True if backward may use the cached LoRA matrices again.
+            keeps_factors: True: cached LoRA matrices may stay for backward; False: free them.
         """
         previous = self.form.collected
         hooks = self.parts.engine_hooks
@@ -577,19 +579,21 @@ class LayerCall:
                     self.backward.factors.clear()
 
     def _can_keep_factors(self) -> bool:
-        """True if the cached LoRA matrices (`Factor`) may stay in memory from forward to backward,
-        which otherwise computes them again. The matrices must be small beside the layer's input.
-        Parameters must neither be gathered by ZeRO-3 or FSDP nor be stored on the host."""
+        """True if the cached LoRA matrices (`Factor`) may stay in memory from forward to backward.
+        False: backward computes these matrices again. The matrices must be small beside the layer's
+        input. Parameters must neither be gathered by ZeRO-3 or FSDP nor be stored on the host."""
         limit = self.hidden_states.nbytes // MIN_INPUT_FACTOR_RATIO
         managed = self.layer_state.on_host or engine_ownership(self.layer_state.layer).weights
         return not managed and bytes_of(self.backward.factors.values()) <= limit
 
     def unwrap(self, result: Any) -> tuple[Tensor, dict[int, Tensor]]:
-        """Split a layer's result into its hidden states [..., B, C, h] and the tensors [B, C, ...]
-        returned behind them, by index. `form` stores whether the result was a tuple.
+        """Split a layer's result into its hidden states [..., B, C, h] and a dict of the tensors
+        [B, C, ...] returned behind them. The keys are the tensors' indices behind the hidden
+        states. Return values that are None or attention weights are left out. `form` stores
+        `is_tuple` and `width`, for `wrap`.
 
         Raises:
-            UnsupportedModelError: the layer returned another type.
+            UnsupportedModelError: the layer returned other values than such tensors.
         """
         if isinstance(result, Tensor) and result.dim() > 1:
             self.form.is_tuple = False
@@ -651,7 +655,8 @@ class LayerCall:
             chunk: the chunk's range of positions.
             stage: forward, recomputation of keys and values, or recomputation for gradients.
             prefix: keys and values of earlier chunks, for a test; None: the call's own.
-            leaves: this chunk's differentiable arguments with gradients; None: no gradients.
+            leaves: this chunk's result of `Arguments.leaves`, which receive gradients; None: the
+                arguments get no gradients.
             states: the recurrent states at the chunk's start; None: no cache is passed, as in the
                 unpatched model.
         """
@@ -700,7 +705,8 @@ class LayerCall:
             chunk_attention: computes attention in place of the layer's own function. The object is
                 passed to the layer as its attention mask, and so reaches streambp's attention
                 function.
-            leaves: this chunk's differentiable arguments with gradients; None: no gradients.
+            leaves: this chunk's result of `Arguments.leaves`, which receive gradients; None: the
+                arguments get no gradients.
             states: the recurrent states at the chunk's start; None: no cache is passed, as in the
                 unpatched model.
         """
@@ -785,8 +791,8 @@ def plan_of(layer_state: LayerState, rows: int, length: int, device: torch.devic
 
 
 def find_disabled_parts(layer: nn.Module) -> tuple[list[dict[int, Any]], list[nn.Module]]:
-    """Return what to disable while the layer runs in chunks: the hook dicts that contain hooks of
-    DeepSpeed or accelerate, and the modules with a `gradient_checkpointing` flag."""
+    """Return two lists of objects to disable while a layer runs in chunks: hook dicts that contain
+    hooks of DeepSpeed or accelerate, and modules with a `gradient_checkpointing` flag."""
     return engine_hooks(layer), [
         module for module in layer.modules() if CHECKPOINTING_ATTRIBUTES[0] in module.__dict__
     ]

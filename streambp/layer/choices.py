@@ -41,8 +41,8 @@ class ReplayedChoices(TorchFunctionMode):
 
     Attributes:
         squared_distances: dict from a chunk's start position to a tensor [B, C]: the squared
-            distance of each token's router scores from those of the first run, relative to the
-            scores' spread.
+            distance of each token's router scores in the latest run from the first run's scores.
+            Distances are relative to the scores' spread, and summed over the layer's routers.
         differing: the number of tokens whose own choice in the latest run differed from the
             replayed one.
     """
@@ -58,7 +58,10 @@ class ReplayedChoices(TorchFunctionMode):
 
     @contextlib.contextmanager
     def replay(self, chunk: Chunk, rows: int) -> Iterator[None]:
-        """Context manager for the layer's forward on one chunk: record or replace its choices.
+        """Context manager for the layer's forward on one chunk. The first run of a chunk records
+        the experts that the layer's routers choose; later runs replace the chosen experts by the
+        recorded ones. A chunk at position 0 begins a new run: `squared_distances` and `differing`
+        are reset.
 
         Args:
             chunk: the current chunk.
@@ -88,9 +91,9 @@ class ReplayedChoices(TorchFunctionMode):
         return copied
 
     def max_distance(self) -> float:
-        """Return the largest relative distance, over all tokens, of a token's router scores from
-        those of the first run; 0 if no choice was replayed. A test fails if the distance is larger
-        than roundings explain."""
+        """Return the largest distance, over all tokens, of a token's router scores in the latest
+        run from the first run's scores; 0 if no choice was replayed. The distance is relative to
+        the scores' spread. A test fails if the distance is larger than roundings explain."""
         return (
             max(
                 (float(distances.max()) for distances in self.squared_distances.values()),
@@ -100,9 +103,10 @@ class ReplayedChoices(TorchFunctionMode):
         )
 
     def rms_distance(self) -> float:
-        """Return the root mean square, over all tokens, of the relative distance of router scores
-        from those of the first run; 0 if no choice was replayed. A test in half precision fails if
-        the result is larger than roundings explain."""
+        """Return the root mean square, over all tokens, of the distance of router scores in the
+        latest run from the first run's scores; 0 if no choice was replayed. The distance is
+        relative to the scores' spread. A test in half precision fails if the result is larger than
+        roundings explain."""
         if self.squared_distances:
             return (
                 float(

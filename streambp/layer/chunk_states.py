@@ -37,7 +37,8 @@ class CrossChunkState:
             are moved to the host.
         states: the recurrent states at each chunk's end, by chunk index, until no later chunk needs
             them; empty in a layer without states.
-        upstream: in backward, the gradients of these states; empty in a layer without states.
+        upstream: in backward, the gradients of `states`, by the same chunk index; empty in a layer
+            without states.
     """
 
     layout: Layout
@@ -47,8 +48,9 @@ class CrossChunkState:
     upstream: dict[int, States] = dataclasses.field(default_factory=dict)
 
     def start(self, plan: ChunkPlan, chunk: Chunk) -> States:
-        """Return the recurrent states that a chunk starts from in forward; {} for a chunk without a
-        predecessor. States that no later chunk needs are freed.
+        """Return the recurrent states that a chunk starts from in forward: the end states of its
+        predecessor, the chunk from which it continues; {} without a predecessor. End states that no
+        later chunk needs are removed from `states`.
 
         Args:
             plan: the chunks. If the documents of a packed row share prefixes, several chunks may
@@ -64,16 +66,16 @@ class CrossChunkState:
         return states
 
     def add_state_gradients(self, plan: ChunkPlan, chunk: Chunk, grads: States) -> None:
-        """Add the gradients of a chunk's start states to the gradients of the end states of the
-        chunk before it.
+        """Add the gradients of a chunk's start states to `upstream`, the gradients of the end
+        states of the chunk from which it continues.
 
         Several chunks may follow the same chunk, if documents of a packed row share a prefix.
         Gradients from these chunks are summed in promote_types(dtype, float32).
 
         Args:
-            plan: the chunks.
+            plan: the chunks, with the chunk from which each one continues.
             chunk: the chunk.
-            grads: gradients of the chunk's start states.
+            grads: gradients of the chunk's start states, by `StateKey`; {}: nothing is added.
         """
         predecessor = plan.predecessors[chunk.index] if grads else None
         if predecessor is None:

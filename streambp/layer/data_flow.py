@@ -23,13 +23,13 @@ from streambp.layer.products import LinearNames
 
 
 class DataFlow(TorchDispatchMode):
-    """Torch dispatch mode that labels each storage with the names of the Linears on whose outputs
-    its content depends. The labels show the outputs that a recomputation can skip.
+    """Torch dispatch mode that labels each tensor's storage with names of Linears: the ones on
+    whose outputs the tensor depends. The labels show the outputs that a recomputation can skip.
 
     Attributes:
-        called: Linears that ran.
-        reached: Linears whose outputs influence the results of the traced run.
-        read: Linears whose outputs influence a tensor that autograd saved.
+        called: names of the Linears that ran.
+        reached: names of the Linears whose outputs influence the results of the traced run.
+        read: names of the Linears whose outputs influence a tensor that autograd saved.
     """
 
     def __init__(self) -> None:
@@ -41,15 +41,22 @@ class DataFlow(TorchDispatchMode):
         self._alive: list[Any] = []  # the allocator would reuse a freed storage's address
 
     def labels_of(self, tensor: Tensor) -> LinearNames:
-        """Return the labels of a tensor [...]: the names of the Linears that it depends on."""
+        """Return the labels of a tensor [...]: the names of the Linears on whose outputs the tensor
+        depends. A sparse tensor has none."""
         if tensor.layout != torch.strided:  # sparse adapters' weights have no storage and no label
             return frozenset()
         return self._labels.get(tensor.untyped_storage()._cdata, frozenset())
 
     def add(self, tensor: Tensor, labels: LinearNames) -> None:
-        """Add names of Linears to the labels of a tensor [...]: each operator's results get the
-        labels of its inputs. The tensor's storage is kept alive, so that no new tensor gets its
-        address. Sparse tensors get no labels."""
+        """Add names of Linears to the labels of a tensor [...], such as a Linear's output, or an
+        operator's result, which gets the labels of the operator's inputs. This object keeps the
+        tensor's storage alive, so that no new tensor gets the storage's address. Sparse tensors get
+        no labels.
+
+        Args:
+            tensor: the tensor.
+            labels: names of Linears.
+        """
         if tensor.layout != torch.strided:
             return
         storage = tensor.untyped_storage()
@@ -73,8 +80,8 @@ class DataFlow(TorchDispatchMode):
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Yield the tensors among an operator's arguments or results, and inside their lists and
-    tuples, to read or set labels."""
+    """Yield the tensors among an operator's arguments or results, and the tensors in lists and
+    tuples among these values. `DataFlow` reads or sets the tensors' labels."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -83,13 +90,14 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def trace(linears: dict[str, nn.Linear], run: Callable[[], Iterable[Tensor]]) -> DataFlow:
-    """Run a few tokens through the layer. Return a `DataFlow` with the names of the Linears whose
-    outputs influence the results, and of those whose outputs influence a tensor saved by autograd.
-    A recomputation can skip all other Linears.
+    """Call `run` and return a `DataFlow` with the names of the Linears whose outputs influence the
+    results (`reached`) or a tensor that autograd saves (`read`). A recomputation of the results can
+    skip Linears that are not in `reached`; a recomputation for backward those not in `read`.
 
     Args:
         linears: the layer's Linears by name, as returned by `plain_linears`.
-        run: computes the layer, or a part of it, with a graph; returns the results [...].
+        run: computes the layer or a part of it on a few tokens, with an autograd graph; returns the
+            results [...].
     """
     flow = DataFlow()
 

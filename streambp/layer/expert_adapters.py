@@ -70,15 +70,17 @@ Multiply = Callable[[Tensor, Tensor], Tensor]
 
 
 class FactoredWeight(Tensor):
-    """A weight folded = base + sum of scale * left @ right over adapters, [E, n, m] of all experts
-    or [n, m] of one expert. Gradients go to the factors.
+    """A weight with LoRA adapters, folded = base + sum of scale * left @ right over the adapters,
+    [E, n, m] of all experts or [n, m] of one expert. Backward computes gradients of the factors
+    left and right, and none of the weight.
 
     Attributes:
         folded: the sum, [E, n, m], without a graph.
-        left_factor: [E, n, r], all adapters beside each other.
-        right_factor: [E, r, m], all adapters below each other.
-        scales: rank and scale of each adapter.
-        record_operation: gets the name of an operation for which the sum's gradient has to be made.
+        left_factor: [E, n, r], the left factors of all adapters, side by side; r: the sum of ranks.
+        right_factor: [E, r, m], the right factors of all adapters, one below the other.
+        scales: (rank, scale) of each adapter, in the order of the factors.
+        record_operation: callback: gets the name of an operation that is no product. The backward
+            of such an operation computes the gradient of `folded` itself, as large as the weight.
         needs_graph: True if operations on the weight must give gradients to the factors.
     """
 
@@ -99,7 +101,15 @@ class FactoredWeight(Tensor):
         scales: list[tuple[int, float]],
         tell: Callable[[str], None],
     ) -> FactoredWeight:
-        """Return a weight [E, n, m] or [n, m]. The arguments are the attributes of the class."""
+        """Return a weight [E, n, m] or [n, m].
+
+        Args:
+            folded: the sum of the weight and its adapters, [E, n, m] or [n, m].
+            left_factor: [E, n, r] or [n, r].
+            right_factor: [E, r, m] or [r, m].
+            scales: (rank, scale) of each adapter.
+            tell: the attribute `record_operation`.
+        """
         weight = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             FactoredWeight,
             folded.shape,
@@ -121,21 +131,23 @@ class FactoredWeight(Tensor):
         return weight  # type: ignore[no-any-return]
 
     def part(self, folded: Tensor, left_factor: Tensor, right_factor: Tensor) -> FactoredWeight:
-        """Return a weight [..., n, m] of other tensors with the same scales."""
+        """Return a `FactoredWeight` [..., n, m] made of these tensors, for example the parts of one
+        expert, with this weight's scales and `record_operation`."""
         return FactoredWeight.create(
             folded, left_factor, right_factor, self.scales, self.record_operation
         )
 
     def to_tensor(self) -> Tensor:
-        """Return the weight as a plain tensor, [E, n, m] or [n, m], with a graph."""
+        """Return the weight as a plain tensor, [E, n, m] or [n, m]. The tensor has a graph through
+        which its gradient reaches the factors. Later calls return the same tensor."""
         if self._plain is None:
             product = ProductRule(self.folded, self.scales, torch.matmul, torch.matmul)
             self._plain = UnfactoredWeight.apply(product, self.left_factor, self.right_factor)  # type: ignore[no-untyped-call]
         return self._plain  # type: ignore[return-value]
 
     def expert(self, index: int) -> FactoredWeight:
-        """Return the weight [n, m] of one expert. The factors are split once for all experts,
-        because the backward of an index writes a gradient of all experts."""
+        """Return the weight [n, m] of one expert. The first call splits the factors of all experts
+        by `unbind`, because the backward of an index would write zeros for all other experts."""
         if self._experts is None:
             self._experts = (self.left_factor.unbind(0), self.right_factor.unbind(0))
         left_factors, right_factors = self._experts
@@ -149,12 +161,13 @@ class FactoredWeight(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Return func(*args, **kwargs), computed by `ExpertProduct` if `func` is a product, as a
-        `FactoredWeight` if it is an index or a transposition, else with plain weights.
+        """Return func(*args, **kwargs). A product is computed by `ExpertProduct`. An index or a
+        transposition returns a `FactoredWeight`. Any other function gets plain tensors instead of
+        the factored weights.
 
         Raises:
-            UnsupportedModelError: gradients are off, as in the forward of an autograd function. The
-                function would get no gradient for the factors. A trial of the layer finds this.
+            UnsupportedModelError: gradients are off, as in the forward of an autograd Function, so
+                that the factors would get no gradient. A test run of the layer finds this error.
         """
         kwargs = kwargs or {}
         if func in METADATA_FUNCTIONS:
@@ -172,8 +185,8 @@ class FactoredWeight(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Raise UnsupportedModelError. An operation that bypasses `__torch_function__` has no
-        gradient of the factors here. A trial of the layer finds such an operation."""
+        """Raise UnsupportedModelError: an operation that bypasses `__torch_function__` would give
+        no gradient to the factors. A test run of the layer finds such an operation."""
         raise UnsupportedModelError(
             f"The experts call {func} in a way that hides it from torch functions, so their "
             "adapters cannot be computed from factors. "
@@ -183,15 +196,18 @@ class FactoredWeight(Tensor):
 
 @dataclasses.dataclass(eq=False)
 class ProductRule:
-    """A product of a tensor and a weight of experts.
+    """A matrix product of a tensor and a weight of experts with LoRA adapters, and how its backward
+    computes the gradients of the adapters' factors.
 
     Attributes:
-        folded: the weight, [..., n, m].
-        scales: rank and scale of each adapter.
-        multiply: multiplies a tensor by a weight.
-        gather: multiplies two tensors of tokens into a gradient of a factor.
-        weight_first: True if the weight is the left operand.
-        pads: True if the rank must be padded to `ROW_ALIGNMENT_BYTES`.
+        folded: the weight with its adapters, [..., n, m].
+        scales: (rank, scale) of each adapter.
+        multiply: function of a tensor and a weight or factor: returns their product.
+        gather: function of two tensors: returns their product, summed over the tokens, which is a
+            factor's gradient.
+        weight_first: True: weight @ tensor; False: tensor @ weight.
+        pads: True if `multiply` needs rows of a multiple of `ROW_ALIGNMENT_BYTES` bytes, so that
+            the factors' rank is padded with zeros.
     """
 
     folded: Tensor
@@ -202,8 +218,12 @@ class ProductRule:
     pads: bool = False
 
     def scale_gradients(self, left_factor: Tensor, right_factor: Tensor) -> tuple[Tensor, Tensor]:
-        """Return gradients of the factors, [..., n, r] and [..., r, m], multiplied in place by the
-        scales."""
+        """Multiply gradients of the factors by the adapters' scales in place, and return them.
+
+        Args:
+            left_factor: the gradient of the left factor, [..., n, r].
+            right_factor: the gradient of the right factor, [..., r, m].
+        """
         start = 0
         for rank, scale in self.scales:
             left_factor.narrow(-1, start, rank).mul_(scale)
@@ -220,7 +240,14 @@ class ExpertProduct(torch.autograd.Function):
     def forward(
         ctx: Any, product: ProductRule, x: Tensor, left_factor: Tensor, right_factor: Tensor
     ) -> Tensor:
-        """Return the product [..., n, out] of x [..., n, in] and the whole weight."""
+        """Return the product [..., n, out] of x [..., n, in] and `product.folded`.
+
+        Args:
+            product: the rule of the product, with the weight.
+            x: [..., n, in].
+            left_factor: [..., in, r], for autograd.
+            right_factor: [..., r, out], for autograd.
+        """
         ctx.product = product
         ctx.save_for_backward(x, left_factor, right_factor)
         with without_autocast(x.device.type):
@@ -230,8 +257,8 @@ class ExpertProduct(torch.autograd.Function):
     def backward(  # type: ignore[override]
         ctx: Any, grad: Tensor
     ) -> tuple[None, Tensor | None, Tensor | None, Tensor | None]:
-        """Return the gradients of x [..., n, in] and of the factors from the product's gradient
-        [..., n, out]."""
+        """Return None for `product`, then the gradients of x [..., n, in] and of the left and right
+        factors, from the output's gradient `grad` [..., n, out]."""
         product = ctx.product
         x, left_factor, right_factor = ctx.saved_tensors
         rank = left_factor.shape[-1]
@@ -254,21 +281,23 @@ class ExpertProduct(torch.autograd.Function):
 
 
 class UnfactoredWeight(torch.autograd.Function):
-    """Autograd function whose output is a whole weight [..., n, m], with gradients for its
-    factors."""
+    """Autograd function that returns a weight with LoRA adapters [..., n, m] as a plain tensor. Its
+    backward turns the weight's gradient into gradients of the adapters' factors."""
 
     @staticmethod
     def forward(
         ctx: Any, product: ProductRule, left_factor: Tensor, right_factor: Tensor
     ) -> Tensor:
-        """Return a view of the whole weight [..., n, m]."""
+        """Return a view of the weight `product.folded` [..., n, m]. The factors are arguments for
+        autograd only."""
         ctx.product = product
         ctx.save_for_backward(left_factor, right_factor)
         return product.folded.view_as(product.folded)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, Tensor]:  # type: ignore[override]
-        """Return the gradients of the factors from the whole weight's gradient [..., n, m]."""
+        """Return None for `product`, then the gradients of the left and right factors, from the
+        weight's gradient `grad` [..., n, m]."""
         product = ctx.product
         left_factor, right_factor = ctx.saved_tensors
         with without_autocast(grad.device.type):
@@ -276,11 +305,12 @@ class UnfactoredWeight(torch.autograd.Function):
 
 
 def _refuse_without_graph(values: tuple[Any, ...], func: Any) -> None:
-    """Refuse an operation with gradients off on a weight that was made with gradients on.
+    """Raise if an operation that runs with gradients off has an adapted weight that was made with
+    gradients on among its arguments. The weight's adapters would get no gradient.
 
     Args:
         values: the operation's arguments.
-        func: the operation.
+        func: the operation, named in the error.
 
     Raises:
         UnsupportedModelError: one of the values is such a weight.
@@ -295,7 +325,13 @@ def _refuse_without_graph(values: tuple[Any, ...], func: Any) -> None:
 
 
 def _replace_weights(value: Any, operation: str) -> Any:
-    """Return an operation's arguments with plain tensors in the place of factored weights."""
+    """Return an operation's arguments with plain tensors in place of `FactoredWeight`s, and record
+    the operation's name for `describe` if there are any.
+
+    Args:
+        value: an argument, or a list, tuple or dict of arguments.
+        operation: the operation's name.
+    """
     if isinstance(value, FactoredWeight):
         value.record_operation(operation)
         return value.to_tensor()
@@ -307,7 +343,14 @@ def _replace_weights(value: Any, operation: str) -> Any:
 
 
 def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return an operation's result from the factors; NotImplemented for an unknown operation."""
+    """Return an operation's result, computed from the parts of its `FactoredWeight`. Return
+    NotImplemented if the operation is no supported product, index or transposition.
+
+    Args:
+        func: the operation, a function of torch.
+        args: the positional arguments.
+        kwargs: the keyword arguments.
+    """
     if func is F.linear:
         return _linear(*args, **kwargs)
     if func in GROUPED_PRODUCT_FUNCTIONS and len(args) == 2:
@@ -327,7 +370,8 @@ def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _select_experts(weight: FactoredWeight, index: Any) -> Any:
-    """Return the weights of one expert or of several experts, by number."""
+    """Return `weight[index]` as a `FactoredWeight`: one expert's [n, m] for a number, several
+    experts' [k, n, m] for a tensor [k] of numbers. NotImplemented for any other index."""
     if weight.dim() != 3:
         return NotImplemented
     if type(index) is int:
@@ -350,7 +394,8 @@ def _linear(x: Any, weight: Any, bias: Any = None) -> Any:
 
 
 def _product(a: Any, b: Any) -> Any:
-    """Return a @ b for a weight and a tensor, in either order."""
+    """Return a @ b of a `FactoredWeight` and a tensor, in either order; NotImplemented for shapes
+    that `ExpertProduct` does not support."""
     weight_first = isinstance(a, FactoredWeight)
     weight, x = (a, b) if weight_first else (b, a)
     if isinstance(x, FactoredWeight) or x.dim() < 2:
@@ -383,7 +428,16 @@ def _sum_products(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _multiply_groups(func: Any, x: Any, weight: Any, kwargs: dict[str, Any]) -> Any:
-    """Return the products of each expert's rows of x [n, in] with its weight."""
+    """Return the products of each expert's rows of x with the expert's weight, [n, out];
+    NotImplemented for unsupported arguments.
+
+    Args:
+        func: torch's grouped_mm.
+        x: [n, in], the rows sorted by expert.
+        weight: [E, in, out].
+        kwargs: keyword arguments of grouped_mm; only `offs`, the end of each expert's rows, is
+            supported.
+    """
     passed_names = {name for name, value in kwargs.items() if value is not None}
     if isinstance(x, FactoredWeight) or weight.dim() != 3 or passed_names != {"offs"}:
         return NotImplemented
@@ -394,13 +448,15 @@ def _multiply_groups(func: Any, x: Any, weight: Any, kwargs: dict[str, Any]) -> 
 
 @dataclasses.dataclass(eq=False)
 class LoraParameter:
-    """An adapted parameter of experts, and the decision whether a `FactoredWeight` may replace it.
+    """A parameter of experts with LoRA adapters of peft, and the decision whether a
+    `FactoredWeight` may replace the parameter.
 
     Attributes:
         module: peft's module around the experts, or around another such module.
-        why: the reason to call peft's own forward in every call; None: there is none.
-        why_in_call: the reason why peft's forward ran, or why the weight's whole gradient was
-            made, in the last call; None: neither.
+        why: the reason to call peft's own forward in every call; None: a `FactoredWeight` may
+            replace the parameter.
+        why_in_call: the reason why peft's forward ran in the last call, or why its backward
+            computes the gradient of all experts' weight; None: neither was necessary.
     """
 
     module: Any
@@ -408,7 +464,7 @@ class LoraParameter:
     why_in_call: str | None = None
 
     @property
-    def is_fused(self) -> bool:
+    def can_be_fused(self) -> bool:
         """Return False: the module is no Linear, so its output is neither saved nor skipped."""
         return False
 
@@ -419,14 +475,20 @@ class LoraParameter:
 
 
 def expert_kinds() -> tuple[Any, ...]:
-    """Return peft's class of adapted parameters in a tuple; () if peft is not imported."""
+    """Return peft's class of modules that adapt a parameter (`ParamWrapper`), as a tuple; () if
+    peft is not imported, or has no such class."""
     library = sys.modules.get(LORA_LAYERS)
     kind = getattr(library, "ParamWrapper", None)
     return () if kind is None else (kind,)
 
 
 def read_experts(module: Any) -> LoraParameter | None:
-    """Return the record of one of peft's adapted parameters; None if no adapter is active."""
+    """Return one of peft's adapted parameters of experts as a `LoraParameter`, with the reason not
+    to replace peft's forward, if any; None if no adapter is active.
+
+    Args:
+        module: peft's module around the experts.
+    """
     names = [name for name in module.active_adapters if name in module.lora_A]
     if not names:
         return None
@@ -434,11 +496,15 @@ def read_experts(module: Any) -> LoraParameter | None:
 
 
 def _why_not(module: Any, names: list[str]) -> str | None:
-    """Return the reason, as text for `describe`, to call peft's own forward; None: there is none.
+    """Return the reason, as text for `describe`, to call peft's own forward of this module; None: a
+    `FactoredWeight` may replace the weight of the experts.
 
     Args:
-        module: peft's module.
+        module: peft's module around the experts.
         names: names of the active adapters.
+
+    Raises:
+        UnsupportedModelError: the weight was stored in 4 bits after `streambp.patch`.
     """
     if home_of(type(module).forward) != LORA_LAYERS or FORWARD in vars(module):
         return "its forward is another's"
@@ -473,7 +539,7 @@ class PlainWeight:
 
     Attributes:
         module: the experts.
-        name: the parameter's attribute of the experts.
+        name: name of the parameter in `module`.
     """
 
     module: Any
@@ -481,7 +547,7 @@ class PlainWeight:
 
     @property
     def source(self) -> Tensor:
-        """Return the parameter [E, n, m]."""
+        """Return the parameter [E, n, m]. A `PackedWeight` has packed bytes here."""
         parameter: Tensor = self.module._parameters[self.name]
         return parameter
 
@@ -491,7 +557,8 @@ class PlainWeight:
         return self.source.dtype
 
     def value(self) -> Tensor:
-        """Return the parameter [E, n, m]."""
+        """Return the parameter [E, n, m] without a copy. A `PackedWeight` decodes its bytes
+        here."""
         return self.source
 
     @contextlib.contextmanager
@@ -506,11 +573,12 @@ class PlainWeight:
 
 
 def stored_weight(module: Any) -> PlainWeight | PackedWeight | None:
-    """Return the weight that peft's module adapts: a parameter, or a weight in 4 bits. None for
-    other parametrized weights, and for a weight that is hidden by an attribute.
+    """Return the weight of experts that peft's module adapts: a parameter, or a weight in 4 bits.
+    None for other parametrized weights, and for a weight that is hidden by an instance attribute of
+    the same name.
 
     Args:
-        module: peft's module.
+        module: peft's module around the experts.
     """
     experts = module.get_base_layer()
     name = module.parameter_name
@@ -523,15 +591,17 @@ def stored_weight(module: Any) -> PlainWeight | PackedWeight | None:
 
 @dataclasses.dataclass(eq=False)
 class FactoredExperts:
-    """Replacement for the forward of one of peft's adapted parameters while its decoder layer runs.
-    The experts read a `FactoredWeight`.
+    """Replacement for the forward of one of peft's modules with an adapted parameter of experts,
+    while the decoder layer runs. The experts then read a `FactoredWeight`: the sum of the weight
+    and its adapters, with gradients for the adapters alone.
 
     Attributes:
         lora_parameter: the parameter.
         peft_forward: peft's forward, called with (module, x, ...).
         folded: the sum of the weight and its adapters, [E, n, m]; None before the first call.
-        sources: the stored weight and the adapters' matrices of which `folded` was made, and their
-            version counters. A test of the layer puts other matrices in their places.
+        sources: pairs (tensor, version counter) of the stored weight and the adapters' matrices of
+            which `folded` was made. If a tensor was changed or replaced since, `folded` is made
+            again.
     """
 
     lora_parameter: LoraParameter
@@ -540,7 +610,9 @@ class FactoredExperts:
     sources: tuple[tuple[Tensor, int | None], ...] = ()
 
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the experts' output for x [..., in] and the further arguments of the experts."""
+        """Return the experts' output for x [..., in] and the experts' further arguments, `args` and
+        `kwargs`. If `lora_parameter.why_in_call` is set by this call, or `adapter_names` is passed,
+        peft's own forward runs."""
         module = self.lora_parameter.module
         weight = stored_weight(module)
         assert weight is not None
@@ -587,8 +659,8 @@ class FactoredExperts:
 
 
 def _why_not_in_call(module: Any, weight: PlainWeight | PackedWeight) -> str | None:
-    """Return the reason, as text for `describe`, to call peft's own forward this time; None: there
-    is none.
+    """Return the reason, as text for `describe`, to call peft's own forward in this call alone;
+    None: a `FactoredWeight` may replace the weight.
 
     Args:
         module: peft's module.
@@ -608,7 +680,8 @@ def _why_not_in_call(module: Any, weight: PlainWeight | PackedWeight) -> str | N
 
 
 def folded_weight(module: Any, base: Tensor, adapters: list[str]) -> Tensor:
-    """Return the sum of a weight and its adapters [E, n, m], with the operations of peft.
+    """Return the sum of a weight and its adapters [E, n, m], computed with the operations of peft,
+    so that the bits are the same.
 
     Args:
         module: peft's module.

@@ -55,8 +55,11 @@ class Strategy:
         forward: function of a call and a flag, True if tensors must be saved for backward. Returns
             hidden_states of the full sequence, then the other outputs in the order of
             `call.form.extras`.
-        backward: computes the gradients and adds them to a `BackwardPass`.
-        run_unchunked: runs a layer that cannot be split into chunks.
+        backward: function of a call and a `BackwardPass`: computes the gradients and adds them to
+            the `BackwardPass`.
+        run_unchunked: runs the unpatched layer under a checkpoint, for a call that cannot be split
+            into chunks. Function of the layer's state, positional arguments, keyword arguments and
+            a report with the reason; returns the layer's result.
     """
 
     make: Callable[[LayerState, Arguments], Any]
@@ -67,11 +70,11 @@ class Strategy:
 
 def run_forward(call: LayerCall, keep: bool) -> tuple[Tensor, ...]:
     """Compute a decoder layer chunk by chunk, without a graph. Return hidden_states [..., B, T, h]
-    and then its other outputs.
+    and then the layer's other outputs, in the order of `call.form.extras`.
 
     Args:
         call: the layer call.
-        keep: True: save the tensors that backward needs.
+        keep: True: save the tensors that backward needs; False: there will be no backward.
     """
     layer_state = call.layer_state
     saved = call.saved
@@ -142,13 +145,15 @@ def _save_chunk(
     attended: list[AttentionOutput],
     _: bool,
 ) -> None:
-    """Save a chunk's tensors on the host, which may allocate memory of the device for a copy.
+    """Save a chunk's tensors on the host for backward. Saving may allocate device memory for a
+    copy, so `call.attempt` calls this function and repeats it after running out of memory.
 
     Args:
         saved: receives the tensors.
         chunk: the chunk's range of positions.
         original: the chunk's input, [..., B, C, h].
         attended: output and logsumexp of each attention call in the chunk.
+        _: True in the repetition; not used.
     """
     saved.keep(chunk, original, attended)
 
@@ -162,9 +167,12 @@ def _forward_chunk(
     original: Tensor,
     is_retry: bool,
 ) -> tuple[ChunkOutput, list[AttentionOutput]]:
-    """Compute one chunk of a layer call without a graph, and copy its results into `outputs`.
-    Return the results, with the output and logsumexp of each attention call. Linear outputs named
-    by `saves` are collected.
+    """Compute one chunk of a layer call, and copy its results into `outputs`. Return the chunk's
+    results, and the output and logsumexp of each attention call. Linear outputs named by `saves`
+    are collected in `call.saved`.
+
+    The results have no graph. If the graph stays for backward, it is stored as `call.saved.graph`,
+    and the list of attention outputs is empty. [Note: kept graphs]
 
     Args:
         call: the call of the layer.
@@ -212,8 +220,8 @@ def outputs_of(call: LayerCall, outputs: FullOutputs) -> tuple[Tensor, ...]:
 
     Args:
         call: the layer call.
-        outputs: the outputs of the full sequence; key None holds the hidden states, the other keys
-            are `OutputSlot`s.
+        outputs: the outputs of the full sequence; key None holds the hidden states and is removed,
+            the other keys are `OutputSlot`s.
     """
     result = outputs.pop(None)
     call.form.extras = [slot for slot in outputs if slot is not None]
@@ -227,18 +235,20 @@ class BackwardPass:
     Args:
         call: the layer call.
         parameters: the number of distinct trainable parameters.
-        of_output: gradient of hidden_states [..., B, T, h]; None: hidden_states were not used.
-        of_extras: gradients of the layer's other outputs; None for unused ones.
+        of_output: gradient of the output hidden_states [..., B, T, h]; None: the loss does not
+            depend on this output.
+        of_extras: gradients of the layer's other outputs; None: the loss does not depend on the
+            output.
 
     Attributes:
-        needs_input: True if hidden_states need a gradient.
+        needs_input: True if the input hidden_states needs a gradient.
         needs_arguments: a flag per argument that requires a gradient: True if the gradient is
             needed in this backward.
-        hidden_states: the buffer [..., B, T, h] for the gradient of hidden_states; None: no
-            gradient is wanted. The buffer may be that of the incoming gradient: a chunk's part is
-            overwritten after its last read.
-        sums: sums of the parameters' gradients.
-        shadows: detached aliases that replace the layer's parameters.
+        hidden_states: the buffer [..., B, T, h] for the gradient of the input hidden_states; None:
+            no gradient is needed, or the only chunk has not set it yet. The buffer may be that of
+            the incoming gradient: a chunk's part is overwritten after its last read.
+        sums: sums of the parameters' gradients over the chunks.
+        shadows: detached aliases that replace the layer's trainable parameters.
     """
 
     def __init__(
@@ -268,13 +278,14 @@ class BackwardPass:
     def choose_buffer(
         self, call: LayerCall, grad: Tensor | None, counts: ReferenceCounts | None
     ) -> None:
-        """Choose the buffer for the gradient of hidden_states: a new one, or that of the incoming
-        gradient if no other code holds a reference to the incoming gradient.
+        """Set `hidden_states`, the buffer for the gradient of the layer's input. The buffer is that
+        of the incoming gradient if no other code holds a reference to this gradient, else a new
+        tensor.
 
         Args:
             call: the layer call.
             grad: gradient of the layer's output [..., B, T, h]; None: there is none.
-            counts: the reference counts of `grad`.
+            counts: `reference_counts(grad)` at the start of backward; None: `grad` is None.
         """
         like = call.hidden_states
         if grad is not None and counts is not None and may_overwrite(grad, counts, like):
@@ -311,9 +322,11 @@ class BackwardPass:
         Args:
             chunk: the chunk's range of positions.
             gradients: gradient of hidden_states [..., B, C, h] first, if needed, then of the
-                arguments.
+                arguments with a needed gradient; None: the chunk's outputs do not depend on the
+                input.
             accumulate: True: add to this chunk's earlier gradient of hidden_states, because the
-                layer is differentiated in two halves. False: overwrite the buffer.
+                layer is differentiated in two halves. False: overwrite the chunk's part of the
+                buffer.
         """
         first, *gradients = gradients if self.needs_input else (None, *gradients)
         if self.needs_input and self.sums.is_single_chunk:
@@ -335,8 +348,9 @@ class BackwardPass:
         self._argument_sums.add(summed)
 
     def argument_gradients(self) -> list[Tensor | None]:
-        """Return one gradient for each argument with requires_grad, in the argument's shape [...];
-        None where no gradient is wanted."""
+        """Return one gradient for each argument with requires_grad, in the argument's shape [...],
+        summed over the chunks. None if backward does not need the argument's gradient, or if no
+        output depends on the argument."""
         if not self._arguments:
             return [None] * len(self.needs_arguments)
         sums = self._argument_sums.result([argument.tensor for argument in self._arguments])
@@ -372,8 +386,8 @@ class StreamedLayer(torch.autograd.Function):
         Args:
             strategy: functions that compute the layer's forward and backward.
             call: the call of the layer.
-            parameters: the layer's trainable parameters.
-            hidden_states: [..., B, T, h].
+            parameters: the layer's trainable parameters, by which backward finds them.
+            hidden_states: the layer's input [..., B, T, h].
             graded_inputs: the arguments with requires_grad, then the parameters, for autograd only.
                 The values are read from `call` and from the layer's modules.
         """
@@ -415,12 +429,13 @@ class StreamedLayer(torch.autograd.Function):
     def backward(
         ctx: Any, grad: Tensor | None, *extra_grads: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        """Return the gradients of hidden_states [..., B, T, h], of the arguments with requires_grad
-        and of the parameters, in their own dtypes.
+        """Return three times None, then the gradients of the layer's input hidden_states
+        [..., B, T, h], of the arguments with requires_grad and of the parameters. Each gradient has
+        the dtype of its tensor.
 
         Args:
-            grad: gradient of hidden_states [..., B, T, h]; its buffer may be overwritten by the
-                first result.
+            grad: gradient of the output hidden_states [..., B, T, h]; None: the loss does not
+                depend on this output. The buffer of `grad` may become that of the input's gradient.
             extra_grads: gradients of the layer's other outputs, each in its output's shape; None
                 for unused outputs.
 
@@ -493,14 +508,16 @@ FindUnread = Callable[[LayerCall, dict[str, nn.Linear], bool], UnreadProducts]
 
 
 def run_backward(find_unread: FindUnread, call: LayerCall, work: BackwardPass) -> None:
-    """Recompute and differentiate the chunks of a layer call, last chunk first. [Note: prefix
-    accumulation order]
+    """Recompute and differentiate the chunks of a layer call, last chunk first. A graph that stayed
+    from forward is not recomputed. [Note: prefix accumulation order]
 
     Args:
-        find_unread: returns the Linears whose outputs backward never reads, from the call, the
-            layer's Linears by name, and a flag, True if the input needs a gradient.
+        find_unread: function of the call, the layer's Linears by name, and a flag, True if the
+            input needs a gradient. Returns the Linears whose outputs backward never reads, found by
+            a test run. Called once for each kind of call.
         call: the layer call.
-        work: receives the gradients.
+        work: contains the gradients of the layer's outputs, and receives the gradients of its
+            inputs and parameters.
     """
     if call.saved.graph is not None:  # [Note: kept graphs]
         (chunk,) = call.plan
@@ -508,11 +525,11 @@ def run_backward(find_unread: FindUnread, call: LayerCall, work: BackwardPass) -
         return
     # Find the Linear outputs that backward never reads, once for each kind of call.
     linears = call.layer_state.linears
-    skip_key = call.skip_key(linears, work.needs_input)
-    unread = call.layer_state.tests.unread.get(skip_key)
+    unread_key = call.unread_key(linears, work.needs_input)
+    unread = call.layer_state.tests.unread.get(unread_key)
     if unread is None:
         products = call.attempt(lambda _: find_unread(call, linears, work.needs_input))
-        unread = remember(call.layer_state.tests.unread, skip_key, products)
+        unread = remember(call.layer_state.tests.unread, unread_key, products)
     # Recompute keys and values of all chunks except the last, which writes its own. Skip the
     # recomputation if keys and values were saved, or if the layer has no attention.
     prefix = call.carried.prefix
@@ -521,11 +538,11 @@ def run_backward(find_unread: FindUnread, call: LayerCall, work: BackwardPass) -
         (len(call.plan) > 1 or saved.moves_kv) and prefix.calls and not prefix.filled_until
     )
     if needs_refill and saved.keys_are_stored:
-        call.attempt(lambda _: prefix.find_saved())
+        call.attempt(lambda _: prefix.load_saved())
     elif needs_refill:
         with torch.no_grad(), skip_outputs(linears, unread.refill):
             for chunk in saved.refilled_chunks:
-                starts = saved.start_names(chunk.index)
+                starts = saved.start_reads(chunk.index)
                 if saved.moves and call.attempt is not RUN_ONCE:
                     call.attempt(functools.partial(saved.load, starts))
                 saved.bring(chunk, starts, names_to_keep=dict(starts))
@@ -589,8 +606,9 @@ def _chunk_backward(
     Args:
         call: the layer call.
         chunk: the chunk's range of positions.
-        work: receives the gradients.
+        work: contains the gradients of the layer's outputs, and receives the chunk's gradients.
         through_states: True if the chunk's start states depend on a tensor that needs a gradient.
+            Gradients of the start states are then computed and passed to the chunk before.
     """
     saved = call.saved
     carries = call.layer_state.kind.states.carries
@@ -624,8 +642,10 @@ def _differentiate(
     of_states: States,
     is_retry: bool,
 ) -> tuple[list[Tensor | None], States, list[Tensor | None]]:
-    """Return the gradients of one chunk: of x and the arguments with requires_grad, of the chunk's
-    start states, and of the parameters.
+    """Return the gradients of one chunk: of x and the arguments with needed gradients, of the
+    chunk's start states, and of the parameters. The chunk is recomputed with a graph, unless
+    forward has stored the graph. None stands for a gradient that does not exist, or that was added
+    to `work.sums` directly.
 
     Args:
         call: the layer call.

@@ -23,10 +23,10 @@ The graph is kept only if its results cannot differ from a recomputation:
     no states, no autocast, no writes through pointers
     no saved_tensors_hooks, for example of a checkpoint around the model
 
-A tensor that requires a gradient can enter a layer without being a parameter or an argument: as a
-plain attribute, in a closure, inside an object among the arguments, or as a view of FSDP1's flat
-parameter. In the unpatched model its gradient flows through the graph. A chunk's graph ends inside
-the layer's autograd Function, which would lose that gradient. The graph of a layer's last chunk is
+A layer may read a tensor that requires a gradient and is neither a parameter nor an argument.
+Examples are a plain attribute, a closure, an object among the arguments, and a view of FSDP1's flat
+parameter. The unpatched model computes the tensor's gradient. A chunk's graph ends inside the
+layer's autograd Function, and the gradient would be lost. The graph of a layer's last chunk is
 therefore searched for such leaves.
 """
 
@@ -64,10 +64,11 @@ NO_HOOKS: contextlib.AbstractContextManager[AbstractSet[HookKey]] = contextlib.n
 
 def begin_backward(ctx: Any) -> tuple[LayerCall, Parameters]:
     """Check that backward may run, and return the layer call and its parameters. The call is
-    removed from the autograd context: backward uses up its saved tensors.
+    removed from `ctx`, so that a second backward raises: backward frees the saved tensors. A new
+    snapshot of the layer is stored in `call.snapshot`.
 
     Args:
-        ctx: the context of `StreamedLayer`.
+        ctx: the autograd context of `StreamedLayer`, which stores both since forward.
 
     Raises:
         BackwardError: this is the second backward, second derivatives are wanted, or a value
@@ -106,8 +107,8 @@ def begin_backward(ctx: Any) -> tuple[LayerCall, Parameters]:
 
 @contextlib.contextmanager
 def check_recomputation(call: LayerCall) -> Iterator[None]:
-    """Context manager for a layer's recomputation in backward. At its end, check that the hooks
-    that modified values in forward did so in the recomputation too, and no others.
+    """Context manager for a layer's recomputation in backward. The end of the context checks that
+    the same hooks have modified values in forward and in the recomputation.
 
     Raises:
         BackwardError: a hook inside the layer modifies values in backward only, or in forward only.
@@ -135,29 +136,31 @@ LEAF_NODE_TYPE = getattr(torch._C._functions, ACCUMULATE_GRAD)
 
 
 class GraphMarker:
-    """Object that the first node of an autograd graph references. The object is alive while any
-    code holds a part of the graph.
+    """Object that the autograd node at a layer's input references, the node that backward reaches
+    last. The object is alive while any code holds a part of the layer's graph.
 
     Attributes:
-        trying: True while the layer is tested on random tokens. If a gradient arrives at the
-            graph of a test that has ended, the graph's first node raises.
+        trying: False after a test of the layer on random tokens, for the graphs of this test. The
+            first node of such a graph raises if a gradient arrives. True for all other graphs.
     """
 
     trying = True
 
 
 class MarkGraphStart(torch.autograd.Function):
-    """Autograd Function that returns its input. Its graph node references a `GraphMarker`, which
-    shows later if any code still holds the graph."""
+    """Autograd Function that returns its input, and becomes the node at a layer's input. The node
+    references a `GraphMarker`: while the marker is alive, some code holds a part of the layer's
+    graph."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, origin: GraphMarker, may_be_written: bool) -> Tensor:
         """Return x [..., B, C, h] as a view, or as a copy if the layer may write to it.
 
         Args:
-            x: the layer's input.
-            origin: the object that the graph's first node references.
-            may_be_written: True: return a copy.
+            x: the layer's input, [..., B, C, h].
+            origin: the marker that the graph's first node references.
+            may_be_written: True: the layer may write to x in place, so return a copy; False: return
+                a view.
         """
         ctx.origin = origin
         return x.clone() if may_be_written else x.view_as(x)
@@ -167,8 +170,8 @@ class MarkGraphStart(torch.autograd.Function):
         """Return the gradient [..., B, C, h] unchanged.
 
         Raises:
-            BackwardError: the graph is from a test on random tokens that has ended; a hook has
-                stored one of the test's tensors.
+            BackwardError: the graph is from a test on random tokens that has ended. A hook has
+                stored one of the test's tensors, and the loss uses this tensor.
         """
         if not ctx.origin.trying:
             raise BackwardError(
@@ -200,8 +203,8 @@ class Graph:
         output: the outputs of the chunk.
         origin: the marker of the graph's start.
         hidden_chunk: [..., B, C, h], the leaf for hidden_states.
-        leaves: the arguments with requires_grad.
-        shadows: detached aliases of the layer's parameters.
+        leaves: the leaves for the layer's arguments with requires_grad.
+        shadows: the leaves for the layer's trainable parameters, detached aliases of them.
     """
 
     output: ChunkOutput
@@ -237,15 +240,17 @@ def count_graph_bytes(
     call: LayerCall, observed_costs: ObservedCosts, tensors: Iterable[Tensor]
 ) -> Iterator[None]:
     """Context manager that counts the bytes of the tensors that autograd saves for one chunk, and
-    adds them to `observed_costs.graph`. A layer's graph is saved until backward if these bytes fit.
+    adds the bytes to `observed_costs.graph`. A later call's graph may stay from forward to backward
+    if these bytes fit into device memory.
 
     Tensors that exist without the graph are not counted: `tensors`, frozen weights and the call's
-    arguments, such as cosines and sines.
+    arguments, such as cosines and sines. Nothing is counted in a call without retries
+    (`call.attempt` is `RUN_ONCE`).
 
     Args:
         call: the call of the layer.
         observed_costs: the recorded costs of the layer.
-        tensors: tensors [...] that exist without the graph.
+        tensors: the chunk's input and the parameters' aliases [...], which exist without the graph.
     """
     if call.attempt is RUN_ONCE:
         yield
@@ -279,9 +284,9 @@ def refuse_other_leaves(
     that is neither a parameter nor an argument of the layer. The search takes about 0.2 ms.
 
     Args:
-        layer: the decoder layer.
-        outputs: hidden_states [..., B, C, h], other outputs and end states.
-        differentiated: the leaves that receive gradients.
+        layer: the decoder layer, named in the error.
+        outputs: the chunk's outputs: hidden_states [..., B, C, h], other outputs and end states.
+        differentiated: the leaves whose gradients are computed.
 
     Raises:
         UnsupportedModelError: there is such a leaf.
@@ -312,8 +317,13 @@ def nodes_behind(outputs: Iterable[Tensor]) -> list[Any]:
 
 
 def find_other_leaf(outputs: Iterable[Tensor], differentiated: Iterable[Tensor]) -> Tensor | None:
-    """Return a leaf [...] of these outputs' autograd graph that is not among `differentiated`, so
-    that its gradient would be lost; None if all leaves are."""
+    """Return a leaf [...] of the outputs' autograd graph that is not among `differentiated`, so
+    that the leaf's gradient would be lost; None if there is no such leaf.
+
+    Args:
+        outputs: tensors [...] with a graph.
+        differentiated: the leaves whose gradients are computed.
+    """
     leaf_ids = {id(tensor) for tensor in differentiated}
     for node in nodes_behind(outputs):
         if type(node) is LEAF_NODE_TYPE and id(node.variable) not in leaf_ids:
@@ -340,11 +350,13 @@ def dependence_message(leaf: Tensor) -> str:
 def refuse_kept_graph(call: LayerCall, origin: weakref.ref[GraphMarker]) -> None:
     """Raise if other code still holds part of a chunk's graph after the chunk's backward, for
     example a hook that collects an auxiliary loss. The hook got tensors without a graph in forward,
-    so the gradient of this loss would be lost. Later calls of this kind run unchunked.
+    so the gradient of this loss would be lost. Before raising, store the decision that later calls
+    of this kind run unchunked.
 
     Args:
         call: the layer call.
-        origin: weak reference to the marker of the graph's first node.
+        origin: weak reference to the marker of the graph's first node; the marker is alive while
+            the graph is held.
 
     Raises:
         BackwardError: the graph is still held.
@@ -373,9 +385,10 @@ UNKNOWN_USE_COUNT = 0
 
 
 def reference_counts(gradient: Tensor) -> ReferenceCounts:
-    """Return three reference counts of a gradient, by which `may_overwrite` decides if another user
-    holds it: of the C++ tensor, of its Python object and of its storage. Must be called directly in
-    an autograd Function's `backward(ctx, gradient)`.
+    """Return three reference counts of a gradient: of the C++ tensor, of its Python object and of
+    its storage. `may_overwrite` decides by these counts if other code holds the gradient. Must be
+    called directly in an autograd Function's `backward(ctx, gradient)`, because each variable in
+    between would count.
 
     Args:
         gradient: [..., B, T, h] in a layer's backward.
@@ -388,19 +401,21 @@ def reference_counts(gradient: Tensor) -> ReferenceCounts:
 
 
 def tag_reusable(gradient: Tensor) -> Tensor:
-    """Set an attribute on this buffer [..., B, T, h] and return it. The attribute says that
-    streambp allocated the buffer for a gradient, so `may_overwrite` may allow its reuse."""
+    """Set an attribute on this buffer [..., B, T, h] and return the buffer. The attribute says that
+    streambp allocated the buffer for a gradient. Only buffers with the attribute may be reused for
+    another layer's gradient (`may_overwrite`)."""
     gradient._streambp_buffer = True  # type: ignore[attr-defined]
     return gradient
 
 
 def may_overwrite(gradient: Tensor, counts: ReferenceCounts, like: Tensor) -> bool:
-    """True if `gradient` [...] may be reused as a buffer with the shape and dtype of `like`,
-    because no other code holds it.
+    """True if the memory of `gradient` [...] may be reused for a tensor with the shape and dtype of
+    `like`. This requires that streambp has allocated the memory, and that no other code holds the
+    gradient.
 
     Args:
         gradient: the incoming gradient.
-        counts: reference counts of `gradient`.
+        counts: `reference_counts(gradient)`, compared with `counts_when_alone`.
         like: a tensor [...] with the needed shape and dtype.
     """
     return (

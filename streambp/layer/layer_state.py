@@ -73,8 +73,8 @@ class OverwrittenTensors:
     Attributes:
         products: names of the Linears whose outputs are overwritten.
         attention_output: True if the output of attention is overwritten.
-        inputs: True if a kernel overwrites hidden_states or recurrent states without raising their
-            version counters.
+        inputs: True if a kernel overwrites hidden_states or recurrent states without incrementing
+            the tensors' version counters.
     """
 
     products: frozenset[str] = frozenset()
@@ -92,23 +92,27 @@ class TrialResult:
         is_tested: True if the decision between chunks and an unchunked run has been made for these
             calls.
         reason: the reason why calls of this kind run unchunked; None: they run in chunks.
-        seen_writing: the autocast states under which the forward was searched for in-place writes.
+        searched_for_writes: the autocast states under which a test has searched the forward for in-place
+            writes, so that no other test has to.
         tested_lengths: dict from chunk size to the longest sequence length, in tokens, that needs
             no further test. `ANY_CHUNK_SIZE` is the key for all other chunk sizes. None: no test
             ran.
-        adopted: True if the results were copied from calls of the layer with fewer hooks.
-        doubts: number of failed tests whose reason may be temporary, such as an exception.
+        adopted: True if the results were copied from calls of the layer with fewer hooks, without a
+            test.
+        doubts: number of failed tests whose reason may be temporary, such as an exception. Each of
+            these calls ran unchunked, and the next call is tested again.
     """
 
     is_tested: bool = False
     reason: str | None = None
-    seen_writing: frozenset[Autocast] = frozenset()
+    searched_for_writes: frozenset[Autocast] = frozenset()
     tested_lengths: dict[int, int] | None = None
     adopted: bool = False
     doubts: int = 0
 
     def set_result(self, reason: str | None) -> None:
-        """Store the decision whether calls of this kind run in chunks.
+        """Store the decision whether calls of this kind run in chunks. Later calls follow the
+        decision without another test.
 
         Args:
             reason: the reason why calls of this kind run unchunked; None: they run in chunks.
@@ -116,11 +120,12 @@ class TrialResult:
         self.is_tested, self.reason = True, reason
 
     def add_doubt(self, reason: str) -> None:
-        """Count a reason to run unchunked that may be temporary, such as an exception. After
-        `DOUBTS_BEFORE_DECISION` of them, calls of this kind run unchunked.
+        """Count a failed test whose reason may be temporary, such as an exception in the layer. The
+        next call is tested again. After `DOUBTS_BEFORE_DECISION` (4) failed tests, all calls of
+        this kind run unchunked.
 
         Args:
-            reason: the reason.
+            reason: the reason to run unchunked.
         """
         self.doubts += 1
         if self.doubts >= DOUBTS_BEFORE_DECISION:
@@ -128,9 +133,10 @@ class TrialResult:
 
 
 class TrialResults(dict[frozenset[tuple[str, Any]], TrialResult]):
-    """Test results of a layer by kind of call (`Arguments.kind`). Reading a kind without results
-    inserts new, empty results, as `collections.defaultdict` does. The oldest kind is then dropped
-    if there are too many."""
+    """Dict of a layer's test results by kind of call (`Arguments.kind`: names, types and dtypes of
+    the arguments, and the layer's modules, hooks and requires_grad flags). Reading a kind without
+    results inserts new, empty results, as `collections.defaultdict` does. If the dict then has more
+    than `MAX_KINDS_OF_CALLS` (32) kinds, the oldest one is dropped."""
 
     def __missing__(self, kind: frozenset[tuple[str, Any]]) -> TrialResult:
         return remember(self, kind, TrialResult())
@@ -142,10 +148,12 @@ class LayerKind:
     chunk. [Note: carriers]
 
     Attributes:
-        attention: passes keys and values to later chunks.
-        states: passes recurrent states to later chunks.
+        attention: passes keys and values to later chunks; an instance of `NoAttention` itself for a
+            layer without attention.
+        states: passes recurrent states to later chunks; `states.carries` is False for a layer
+            without such states.
         position_cache: name of the argument for a cache that the layer asks only for the number of
-            earlier tokens; empty: none.
+            earlier tokens; empty: the layer has no such argument.
     """
 
     attention: NoAttention = dataclasses.field(default_factory=InterfaceAttention)
@@ -158,10 +166,10 @@ class CallReport:
     """Facts about one call of a layer, which `streambp.describe` prints.
 
     Attributes:
-        reason: the reason why the layer ran unchunked under a checkpoint; None: it ran in chunks,
-            or was one chunk.
-        longest: pair of the longest chunk's length and the reason for this length, if it is longer
-            than requested; None otherwise. [Note: chunk ends]
+        reason: the reason why the layer ran unchunked under a checkpoint; None: the layer ran in
+            chunks, or in one chunk.
+        longest: pair of the longest chunk's length and the reason for this length, if the length is
+            above the requested one; None otherwise. [Note: chunk ends]
         document_arguments: names of the arguments through which the layer's kernels get document
             boundaries; (): none.
         rows: the documents of packed rows for which modules with recurrent states run separately;
@@ -181,11 +189,13 @@ class CallReport:
 
 @dataclasses.dataclass
 class WarmUp:
-    """State that all layers of a model share after `streambp.warm_up(model)`.
+    """State that all layers of a model share after `streambp.warm_up(model)`, which tests the
+    layers with their hooks.
 
     Attributes:
-        on: True if hooks that are registered later are watched while they run, and the layer is not
-            tested again with them. Becomes False for all layers once such a hook modifies a value.
+        on: True: a layer with hooks that were registered later is not tested again. Such hooks are
+            watched while they run. False: one of these hooks has modified a value, so all layers
+            are tested with their current hooks.
     """
 
     on: bool = True
@@ -200,7 +210,8 @@ class LastCall:
         kernels: the attention kernels that ran.
         sdpa: the kernels that torch's scaled_dot_product_attention would use, for the last call
             with a backward.
-        error_has_advice: True if an error of this step already tells what to do about memory.
+        error_has_advice: True if the layer has raised an out-of-memory error in this step that
+            names the setting to change, so that no other message has to.
         adapters: the layer's Linears and experts with LoRA adapters, by name, as last read.
     """
 
@@ -217,22 +228,26 @@ class LayerTests:
 
     Attributes:
         results: test results by kind of call, `Arguments.kind`.
-        unread: the Linears whose outputs backward never reads, by the key `LayerCall.skip_key`.
+        unread: the Linears whose outputs backward never reads, by the key `LayerCall.unread_key`.
         unread_in_halves: like `unread`, for a layer that is computed in two halves: up to its
-            attention and behind it.
+            attention and behind it. Keys contain the kind of call and the tested length.
         overwritten: the tensors that the forward overwrites in place.
-        at_last_positions: True if tests may run at the highest positions of a call.
+        at_last_positions: True: tests give their tokens the highest positions of the call; False:
+            the first positions, because the layer raised at the highest ones.
         third_party_modules: names of modules inside the layer that are neither torch's nor
             transformers'. [Note: foreign insides]
-        max_tested_tokens: the most tokens for which there is memory to test at once; None: all.
+        max_tested_tokens: the number of tokens on which the layer was compared with its unchunked
+            run, if memory was too short for the full sequence. None: memory was not too short, or
+            no such test was needed.
         kernels_take_documents: True if document boundaries from position_ids are passed to the
-            layer's kernels where possible.
-        tested_hooks: the inner hooks of the tested layer.
+            layer's state kernels; False: a test failed with the boundaries, so modules with states
+            run once for each document.
+        tested_hooks: the hooks inside the layer with which the layer was tested.
         hooks_run_in_tests: dict from the name of a third-party hook that ran in tests to the
             modules on which the hook is registered.
         warm_up: the model's warm-up state; None: `warm_up` was not called.
-        differing: paths of stored values that differ in chunks, found in tests of any kind of call.
-            [Note: kept values]
+        differing: paths of values that the forward stores, and that differ in chunks from those of
+            an unchunked run; found in tests of any kind of call. [Note: kept values]
 
     A test runs the layer's hooks. A hook that accumulates values would then keep the test's tokens
     and gradients. A hook that only reads values cannot change the result of a test. After
@@ -257,12 +272,14 @@ class LayerTests:
     differing: set[str] = dataclasses.field(default_factory=set)
 
     def forget(self, reason: str | None) -> None:
-        """Delete the decision that calls run unchunked for `reason`, so that such calls
-        are tested again. Called after a call has raised, because the cause of its exception may
-        also have made the test fail.
+        """Delete the decision that calls run unchunked for `reason`, so that these calls are tested
+        again. The number of failed tests (`TrialResult.doubts`) becomes 0 for all kinds of calls.
+
+        An unchunked call that raises calls this method: the cause of the exception may also have
+        made the earlier test fail.
 
         Args:
-            reason: the reason; None: only reset the number of failed tests (`TrialResult.doubts`).
+            reason: the reason of the decision; None: no decision is deleted.
         """
         for findings in self.results.values():
             findings.doubts = 0
@@ -271,9 +288,9 @@ class LayerTests:
                 findings.is_tested = False
 
     def covers(self, findings: TrialResult, plan: ChunkPlan) -> bool:
-        """True if a call needs no further test at its length. This holds for a call of one chunk,
-        and for a layer without third-party modules. Calls of other layers must have been tested at
-        this length and chunk size. [Note: foreign insides]
+        """True if the stored test results suffice for a call's length. This holds for a call of one
+        chunk, and for a layer without third-party modules. Calls of other layers must have been
+        tested at this length or a longer one, with this chunk size. [Note: foreign insides]
 
         Args:
             findings: test results for calls of this kind.
@@ -287,12 +304,13 @@ class LayerTests:
         )
 
     def reuse_result(self, kind: frozenset[tuple[str, Any]], snapshot: LayerSnapshot) -> None:
-        """Copy test results to calls that differ from the tested calls only by hooks that were
-        registered after `warm_up`. If such a hook has since modified a value, delete the copies
-        instead.
+        """Copy the results of tested calls to another kind of calls, so that these calls are not
+        tested. The two kinds must differ only by hooks that were registered after `warm_up`. If
+        such a hook has since modified a value, delete all copies instead. Does nothing before
+        `warm_up`.
 
         Args:
-            kind: key of the calls in `results`.
+            kind: the kind of the calls, their key in `results`.
             snapshot: snapshot of the layer with its present hooks.
         """
         if self.warm_up is None or not snapshot.hooks.locations:
@@ -317,12 +335,13 @@ class LayerTests:
                     return
 
     def refuse_untested(self, modifying_hooks: AbstractSet[HookKey], layer: nn.Module) -> None:
-        """Raise if a hook that modifies values was added after `warm_up` and was therefore never
-        tested.
+        """Raise if a hook that modifies values was registered after `warm_up` and was therefore
+        never tested. Before raising, set `warm_up.on` to False, so that all layers are tested with
+        their current hooks from then on.
 
         Args:
             modifying_hooks: the hooks that modified a value in this forward.
-            layer: the decoder layer.
+            layer: the decoder layer, named in the error.
 
         Raises:
             StreamBPError: there is such a hook.
@@ -347,7 +366,7 @@ class LayerState:
     Attributes:
         layer: the decoder layer.
         config: the user's settings.
-        kind: passes keys, values and states from chunk to chunk.
+        kind: the objects that pass keys, values and states from chunk to chunk.
         offloader: moves saved tensors to the host; None: saved tensors stay on the device.
         saves_policy: chooses what to save for `saves="auto"`; None: the config says what to save.
         weights: the host copies of the weights; None: weights stay on the device.
@@ -357,10 +376,11 @@ class LayerState:
         previous: the forward that another library had set on the layer before `patch`; None: there
             was none.
         choices: replays routers' choices of experts; None: routers choose freely. [Note: choices]
-        backward_begins: callback with the device at the start of each backward. See
-            `model/steps.py`.
+        backward_begins: callback of the model, called with the device when the layer's backward
+            begins; None: no callback.
         owner: the thread that may use the model now. [Note: owner of a step]
-        witnesses: compares backward's recomputation with forward. [Note: witness]
+        witnesses: compares backward's recomputation with forward, for all layers of the model.
+            [Note: witness]
         fingerprint: takes snapshots of the layer's modules, hooks and attributes.
             [Note: fingerprint]
         tests: results of the layer's tests.
@@ -388,7 +408,8 @@ class LayerState:
 
     @property
     def forward(self) -> Callable[..., Any]:
-        """Return the unpatched forward of the layer."""
+        """Return the unpatched forward of the layer, bound to the layer: its class's forward, or
+        the one that another library had set on the layer before `patch`."""
         return self.previous or functools.partial(type(self.layer).forward, self.layer)
 
     @property
@@ -400,11 +421,12 @@ class LayerState:
     def load_weights(
         self, direction: str, device: torch.device
     ) -> contextlib.AbstractContextManager[None]:
-        """Context manager in which the layer's weights are on the device, if they are stored on the
-        host between uses.
+        """Context manager in which the layer's weights are on the device. Does nothing for a layer
+        whose weights are not stored on the host.
 
         Args:
-            direction: "forward", "backward" or "trial" (a test of the layer).
+            direction: the pass that needs the weights: "forward", "backward" or "trial" (a test of
+                the layer).
             device: the device.
         """
         if self.weights is None:
@@ -415,7 +437,8 @@ class LayerState:
         self, args: Any, kwargs: Any, reason: str
     ) -> contextlib.AbstractContextManager[None]:
         """Context manager in which the layer's weights are on the device, for a call without a
-        graph that does not run in chunks.
+        graph that does not run in chunks. Does nothing for a layer whose weights are not stored on
+        the host.
 
         Args:
             args: the call's positional arguments.
@@ -441,10 +464,10 @@ class LayerState:
         return self.weights.on_device(self.index, "forward", tensors[0].device)
 
     @property
-    def retries_chunks(self) -> bool:
-        """True if a chunk that runs out of memory is computed again. This requires saved tensors
-        that can be freed before: `saves="auto"` has chosen them, and they may be on the device.
-        [Note: once for each chunk]"""
+    def can_retry_chunks(self) -> bool:
+        """True if a chunk that runs out of device memory is computed again, after saved tensors
+        have been freed. This requires that `saves="auto"` chose the saved tensors, and that the
+        user's settings do not move all saved tensors to the host. [Note: once for each chunk]"""
         offloader = self.offloader
         return self.saves_policy is not None and (offloader is None or offloader.on_demand)
 
@@ -458,7 +481,11 @@ class LayerState:
             return {}
         # Where the last call ran peft's code, gradients of peft's inner Linears are summed in
         # float32.
-        names = tuple(name for name, lora_module in self.adapters.items() if lora_module.is_fused)
+        names: tuple[str, ...] = ()
+        if self.adapters:
+            names = tuple(
+                name for name, lora_module in self.adapters.items() if lora_module.can_be_fused
+            )
         return self.cached_result(
             functools.partial(plain_linears, adapted=names), ("linears", names)
         )
@@ -484,9 +511,9 @@ class LayerState:
 
     def coarsest_dtype(self, dtype: torch.dtype, device: str, autocast: Autocast) -> torch.dtype:
         """Return the dtype with the largest rounding error among `dtype`, the dtypes of the layer's
-        parameters and autocast's dtype. Comparisons of this layer tolerate roundings of the result.
-        The dtype float32 is replaced by a dtype with TF32's precision (`matmul_dtype`) if
-        the device may use TF32, because kernels choose TF32 by the number of rows.
+        parameters and autocast's dtype. Comparisons of this layer's values tolerate the rounding
+        errors of this dtype. If it is float32 and the device may use TF32, a dtype with TF32's
+        precision is returned (`matmul_dtype`), because kernels choose TF32 by the number of rows.
 
         Args:
             dtype: the dtype of the layer's input.
@@ -500,8 +527,9 @@ class LayerState:
         return matmul_dtype(device) or coarsest if coarsest == torch.float32 else coarsest
 
     def witness(self, x: Tensor, autocast: Autocast) -> Witness | None:
-        """Return the object that compares backward's recomputation with this forward. None if the
-        comparison is disabled, or if x is empty or has no data (a meta tensor).
+        """Return a new `Witness` for one call of the layer. The object compares values of the
+        recomputation in backward with those of the forward. None if the comparison is disabled
+        (`compare_backward`), or if x is empty or has no data (a meta tensor).
 
         Args:
             x: [..., T, h], the layer's input.
@@ -534,8 +562,9 @@ class LayerState:
         Calls of the layer thus inspect its modules once. [Note: fingerprint]
 
         Args:
-            question: a function of the layer.
-            cache_key: the cache key; None: the function itself.
+            question: a function of the layer, whose result depends on nothing else.
+            cache_key: the key of the result in the cache; None: `question` is the key. A lambda or
+                partial needs a key, because a new object would never be found.
         """
         answers = (self.fingerprint.last or self.fingerprint.take_snapshot(self.layer)).answers
         key = cache_key or question

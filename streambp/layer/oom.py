@@ -39,8 +39,10 @@ def run_with_retry(
     Args:
         compute: the computation; its argument is True in the retry, otherwise False.
         device: the device whose memory is freed.
-        drop_saves: frees saved tensors and returns True if there were any; None: there are none.
-        check_room: called before the first attempt; frees saved tensors if memory is short.
+        drop_saves: frees saved tensors and returns True if there were any. None or a result False:
+            the error is raised without a retry.
+        check_room: called before the first attempt; frees saved tensors if memory is short. None:
+            memory is not checked.
     """
     if check_room is not None:
         check_room()
@@ -61,12 +63,16 @@ RUN_ONCE: Callable[[Callable[[bool], Any]], Any] = operator.methodcaller("__call
 def layer_memory_error(
     error: BaseException, layer_state: LayerState, plan: ChunkPlan
 ) -> DeviceMemoryError:
-    """Return the error to raise in place of an out-of-memory error of a decoder layer; its message
-    names the setting to change. An error that already names one is returned unchanged.
+    """Return the error to raise in place of an out-of-memory error of a decoder layer. The new
+    error's message names the setting to change. A `DeviceMemoryError` already does, and is returned
+    unchanged.
+
+    The failure is recorded in `layer_state`, and the policy for `saves="auto"` then saves less in
+    similar steps.
 
     Args:
         error: the out-of-memory error.
-        layer_state: settings of the layer.
+        layer_state: settings and state of the layer.
         plan: the chunks of the call.
     """
     if isinstance(error, DeviceMemoryError):
@@ -87,13 +93,15 @@ def layer_memory_error(
 
 
 def advise_setting(config: StreamConfig, plan: ChunkPlan, moves_saves: bool = False) -> str:
-    """Return one sentence that advises to change a setting: the least costly change that lowers
-    peak memory.
+    """Return one sentence, for the message of an out-of-memory error, that advises to change a
+    setting. The advice is the least costly change that lowers peak memory; if there is none, the
+    sentence says so.
 
     Args:
         config: the user's settings.
-        plan: the chunks of the call.
-        moves_saves: True if saved tensors went to the host because that was faster.
+        plan: the chunks of the call that ran out of memory.
+        moves_saves: True if saved tensors went to the host because the step was predicted to be
+            faster so; False: only `config` decides if saved tensors go to the host.
     """
     if not (config.always_moves or moves_saves):
         saved = f" and saves={config.named_saves!r}" if config.named_saves else ""
@@ -117,14 +125,15 @@ def advise_setting(config: StreamConfig, plan: ChunkPlan, moves_saves: bool = Fa
 def advise_after_backward(
     tokens: int, streamed: tuple[StreamConfig, ChunkPlan, bool] | None
 ) -> str:
-    """Return advice, as a message, for a backward that ran out of memory in torch's own code,
-    outside the autograd Functions of streambp. That error cannot carry the advice, because no code
-    of streambp runs when it is raised.
+    """Return the text of a warning for a backward that ran out of memory outside the autograd
+    Functions of streambp, with advice which setting to change. Torch's error cannot contain the
+    advice, because no code of streambp runs when this error is raised.
 
     Args:
-        tokens: the token count over all rows.
-        streamed: the settings and the chunks of the decoder layers, and True if saved tensors went
-            to the host because that was faster; None: the micro-batch ran unpatched.
+        tokens: the token count of the micro-batch, over all rows.
+        streamed: arguments of `advise_setting`: the user's settings, the chunks of the decoder
+            layers, and True if saved tensors went to the host for a faster step. None: the
+            micro-batch ran as in the unpatched model.
     """
     if streamed is not None:
         where = "outside of streamed layers"
@@ -143,8 +152,8 @@ def advise_after_backward(
 
 @contextlib.contextmanager
 def explain_memory_errors(where: str) -> Iterator[None]:
-    """Context manager for code outside of decoder layers: an out-of-memory error is replaced by an
-    error that names the setting to change.
+    """Context manager for code outside of decoder layers, such as the loss: replaces an
+    out-of-memory error by a `DeviceMemoryError`, whose message names the setting to change.
 
     Args:
         where: words of the error message that name the computation, such as "in the loss".
@@ -176,9 +185,10 @@ def run_outside_with_retry(
 
     Args:
         device: the device whose memory is freed.
-        drop_saves: frees saved tensors and returns True if there were any; None: there are none.
-        compute: the computation. No state may change before it ends, because a failed attempt is
-            repeated.
+        drop_saves: frees saved tensors and returns True if there were any. None or a result False:
+            the error is raised without a retry.
+        compute: the computation. No state may change before the computation ends, because a failed
+            attempt is repeated.
         where: words of the error message that name the computation, such as "in the loss".
 
     Raises:

@@ -33,16 +33,18 @@ from streambp.offload.decoded_weights import FORWARD, CountedPackedWeight
 class DecodedOnce:
     """Replacement for the forward of a parametrized 4-bit weight while its decoder layer runs.
 
+    The first call decodes the weight, and later calls return the same tensor.
+
     Attributes:
-        weights: the parametrization of the weight.
-        decoded: the decoded weight [E, n, m]; None before the first read.
+        weights: the parametrization of the weight, whose forward is replaced.
+        decoded: the decoded weight [E, n, m]; None before the first call.
     """
 
     weights: ParametrizationList
     decoded: Tensor | None = None
 
     def __call__(self) -> Tensor:
-        """Return the decoded weight [E, n, m]."""
+        """Return the decoded weight [E, n, m], the same tensor in each call."""
         if self.decoded is None:
             with torch.no_grad():
                 self.decoded = type(self.weights).forward(self.weights)
@@ -50,8 +52,9 @@ class DecodedOnce:
 
 
 def packed_weights(layer: nn.Module) -> list[ParametrizationList]:
-    """Return the parametrizations of a layer's 4-bit weights. A parametrization with a forward of
-    its own, or with another parametrization behind the decoding one, is left out."""
+    """Return the parametrizations of a layer's 4-bit weights, of experts for example. A
+    parametrization is left out if `forward` was set on the object, or if it has further steps
+    beside the decoding."""
     kinds = packed_kinds()
     weights = []
     for module in layer.modules():
@@ -63,7 +66,8 @@ def packed_weights(layer: nn.Module) -> list[ParametrizationList]:
 
 
 def packed_kinds() -> tuple[Any, ...]:
-    """Return the classes of parametrizations that decode a weight."""
+    """Return the classes of parametrizations that decode a 4-bit weight: streambp's own for models
+    that are only counted, and the class of bitsandbytes if this library is imported."""
     library = sys.modules.get(PACKED_PARAMETERS)
     kind = getattr(library, "Bnb4bitParametrization", None)
     return (CountedPackedWeight,) if kind is None else (CountedPackedWeight, kind)
@@ -75,7 +79,7 @@ class PackedWeight:
 
     Attributes:
         module: the experts.
-        name: the weight's attribute of the experts.
+        name: name of the weight in `module`.
         weights: the weight's parametrization.
     """
 
@@ -102,9 +106,10 @@ class PackedWeight:
 
     @contextlib.contextmanager
     def replace(self, value: Tensor) -> Iterator[None]:
-        """Context manager in which the experts read `value` [E, n, m] as their weight. The
-        cache of torch has one key for all copies of a module. The cache is therefore empty at the
-        beginning, and its contents are dropped at the end."""
+        """Context manager in which the experts read `value` [E, n, m] as their weight. Torch's
+        cache of parametrized weights (`parametrize.cached`) has one key for a module and its
+        copies, so torch could return another weight. An empty cache replaces torch's cache during
+        the context."""
         attributes = vars(self.weights)
         previous = attributes.get(FORWARD)
         earlier = parametrize._cache
@@ -120,7 +125,8 @@ class PackedWeight:
 
 
 def packed_weight(module: nn.Module, name: str) -> PackedWeight | None:
-    """Return a module's weight `name` if it is stored in 4 bits; None for other weights."""
+    """Return a module's weight `name` as a `PackedWeight` if the weight is stored in 4 bits; None
+    for other weights."""
     if not parametrize.is_parametrized(module, name):
         return None
     weights: Any = module.parametrizations[name]  # type: ignore[index]
@@ -130,8 +136,11 @@ def packed_weight(module: nn.Module, name: str) -> PackedWeight | None:
 
 
 def refuse_without_backward(model: nn.Module) -> None:
-    """Refuse experts in MXFP4 as transformers loads them for kernels on a GPU. These kernels have
-    no backward, so the gradient of the layer's input would lack the experts' part.
+    """Raise if a model has experts in MXFP4, as transformers loads them for kernels on a GPU. Such
+    kernels have no backward, so the gradient of a layer's input would lack the experts' part.
+
+    Args:
+        model: the model, before it is patched.
 
     Raises:
         UnsupportedModelError: a module of the model has such experts.
@@ -147,7 +156,8 @@ def refuse_without_backward(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def decode_once(weights: Sequence[ParametrizationList]) -> Iterator[None]:
-    """Context manager in which 4-bit weights are decoded at their first read alone.
+    """Context manager in which each 4-bit weight is decoded at its first read alone, by a
+    `DecodedOnce`. The end of the context drops the decoded weights.
 
     Args:
         weights: the weights' parametrizations, from `packed_weights`.

@@ -18,18 +18,19 @@ from streambp.recurrent.states import StateCache
 
 
 class Packing:
-    """The documents of packed rows in one call of a layer with recurrent states, which must start
-    anew with each document.
+    """Document boundaries of packed rows in one call of a decoder layer. Layers with recurrent
+    states need the boundaries, because states must start anew with each document.
 
     Attributes:
-        arguments: the call's arguments; None for a layer without states, whose attention mask
-            separates the documents.
-        document_arguments: names of the arguments through which the layer's kernels get document
-            boundaries; (): none.
-        rows: the documents that position_ids mark, for modules that must run once for each
-            document; None: position_ids mark none. [Note: segments]
-        marks_documents: True if the call has document boundaries, in `document_arguments` or in
-            `rows`.
+        arguments: the layer's arguments (`Arguments`). None for a layer without recurrent states,
+            whose attention mask alone separates the documents; the other attributes are then empty.
+        document_arguments: names of the layer's arguments with document boundaries, for example
+            "seq_idx". The layer's kernels read these arguments. (): the layer has no such argument.
+        rows: start and end of each document in each row (`PackedRows`), read from position_ids.
+            Modules with recurrent states run once for each document if their kernels do not get the
+            boundaries. None: position_ids mark no documents, or the layer has no recurrent states.
+            [Note: segments]
+        marks_documents: True if `document_arguments` or `rows` has document boundaries.
     """
 
     def __init__(
@@ -50,9 +51,9 @@ class Packing:
 
     @property
     def barriers(self) -> tuple[Barrier, ...]:
-        """Return the positions where a chunk may not end because of packed documents. The positions
-        are read from the arguments each time, because a test of the layer replaces the arguments.
-        [Note: chunk ends]"""
+        """Return the ranges of positions where a chunk may not end because of packed documents; ()
+        if modules need not run once for each document. The ranges are read from the arguments each
+        time, because a test of the layer replaces the arguments. [Note: chunk ends]"""
         rows = None if self.arguments is None else self.arguments.packed_rows
         return () if rows is None else rows.barriers
 
@@ -61,12 +62,14 @@ class Packing:
     ) -> tuple[dict[str, Any], contextlib.AbstractContextManager[None]]:
         """Return a chunk's arguments, and a context manager for the layer's forward. Inside the
         context, convolutions and recurrences start from the states in `cache`, and from zeros at
-        each document start.
+        each document start. The returned arguments contain the document boundaries of the chunk if
+        kernels read them.
 
         Args:
-            chunk_arguments: the chunk's arguments, by name.
+            chunk_arguments: the chunk's arguments, by name; not changed.
             chunk: the chunk.
-            cache: contains the states that the chunk starts from; None: the layer gets no cache.
+            cache: contains the states that the chunk starts from, and collects its end states;
+                None: the layer gets no cache, and starts without states.
         """
         assert self.arguments is not None
         rows = self.arguments.packed_rows

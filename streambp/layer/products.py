@@ -37,13 +37,14 @@ LinearNames = frozenset[str]
 
 @dataclasses.dataclass(frozen=True)
 class UnreadProducts:
-    """The Linears of a layer whose outputs backward never reads, so that a recomputation can skip
-    them. Names are relative to the layer.
+    """Names of the Linears of a layer whose outputs backward never reads, so that a recomputation
+    can skip these Linears. Names are relative to the layer.
 
     Attributes:
         refill: Linears to skip when only keys and values are recomputed.
         recompute: Linears to skip when a chunk is recomputed and differentiated.
-        states: True if a chunk's recurrent end states depend on a tensor that needs a gradient.
+        states: True if a chunk's recurrent end states depend on a tensor that needs a gradient, so
+            that gradients must pass through states to earlier chunks.
     """
 
     refill: LinearNames = frozenset()
@@ -53,13 +54,16 @@ class UnreadProducts:
 
 @dataclasses.dataclass(frozen=True)
 class UnreadInHalves:
-    """The Linears whose outputs are never read, for a layer that is computed in two halves: up to
-    its attention and behind it.
+    """Names of the Linears whose outputs are never read, for a layer whose sequence is split over
+    ranks. Such a layer is computed in two halves: the first computes queries, keys and values, the
+    second gets attention's output and computes the layer's output.
 
     Attributes:
-        for_queries: Linears to skip when only the queries are computed; only keys and values, if
-            the layer attends by itself.
-        for_output: Linears to skip when only the layer's output is computed.
+        for_queries: Linears to skip when the first half computes the queries alone. If the layer
+            computes attention itself: Linears to skip when this half computes keys and values
+            alone.
+        for_output: Linears to skip when the second half computes the layer's output, without a
+            graph.
         to_differentiate_before: Linears to skip when the first half is recomputed and
             differentiated.
         to_differentiate_after: Linears to skip when the second half is recomputed and
@@ -144,8 +148,13 @@ def is_factor(name: str) -> bool:
 
 
 def match_names(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
-    """Return the names of Linears that one of the glob patterns in `StreamConfig.saves` matches, in
-    order. The base layer of a LoRA Linear is matched by the name of the LoRA Linear."""
+    """Return those of the Linears' `names` that one of the glob patterns in `patterns` matches, in
+    the order of `names`. The base layer of a LoRA Linear is matched by the name of the LoRA Linear.
+
+    Args:
+        names: names of Linears in the layer.
+        patterns: glob patterns from `StreamConfig.saves`.
+    """
     return [
         name
         for name in names
@@ -160,8 +169,12 @@ TensorCallback = Callable[[str, Tensor], None]
 
 @dataclasses.dataclass(eq=False)
 class SwappedForwards:
-    """Context manager that replaces the `forward` of Linears by the functions in `forwards`, and
-    restores it at the end. `forward` is set on the instances."""
+    """Context manager that replaces the `forward` of Linears, and restores it at the end. The
+    functions are set on the instances.
+
+    Attributes:
+        forwards: dict from a Linear to the function that replaces its forward.
+    """
 
     forwards: dict[nn.Linear, Callable[[Tensor], Tensor]]
 
@@ -185,15 +198,18 @@ def sum_weight_gradients(
     unread: LinearNames,
     witness: Witness | None = None,
 ) -> contextlib.AbstractContextManager[None]:
-    """Context manager in which the backward of these Linears adds each chunk's weight gradient
-    directly to the sum over chunks. See `accumulate.py`.
+    """Return a context manager for the recomputation and backward of a layer's chunks, in which the
+    backward of Linears adds each chunk's weight gradient directly to the sum over chunks. Otherwise
+    autograd would make each chunk's gradient as a tensor of its own. If there is only one chunk,
+    autograd returns the gradients as usual.
 
     Args:
         linears: the layer's Linears by name.
         sums: the sums of the parameters' gradients over the chunks.
         unread: names of the Linears whose outputs no code reads in this recomputation; these return
             NaN, as in `skip_outputs`.
-        witness: gets the inputs of these Linears, to compare them with forward. [Note: witness]
+        witness: compares the inputs of the Linears in `unread` with those of forward; None: inputs
+            are not compared. [Note: witness]
     """
     forwards: dict[nn.Linear, Callable[[Tensor], Tensor]] = {}
     for name in unread.intersection(linears) if sums.is_single_chunk else linears:
@@ -235,12 +251,13 @@ def _summing_forward(
 
     Args:
         module: the Linear.
-        value: `UNREAD_OUTPUT`: no code reads the output, so it is NaN; None: compute the output.
-        add: callback for backward: gets two matrices [out, n] and [n, in] whose product is the
-            weight's gradient, and adds this product to a sum; None: autograd returns the gradient.
-        cast: function of a dtype that returns the weight in this dtype; None: cast here.
-        witness: gets the Linear's inputs, to compare them with forward; None: there is no
-            comparison.
+        value: `UNREAD_OUTPUT`: no code reads the output, so it is NaN, except for a few rows that
+            the witness compares; None: compute the output.
+        add: callback for backward: gets two matrices [out, n] and [n, in], and adds their product
+            to the sum of the weight's gradient over chunks. None: autograd returns the gradient.
+        cast: function of a dtype that returns the weight in this dtype, cast once for all chunks;
+            None: cast in each call.
+        witness: compares the Linear's inputs with those of forward; None: there is no comparison.
         name: name of the Linear in the layer.
     """
     weight, bias = weights_of(module)
@@ -269,12 +286,12 @@ def skip_outputs(
     linears: dict[str, nn.Linear], names: LinearNames
 ) -> contextlib.AbstractContextManager[None]:
     """Return a context manager in which Linears return NaN instead of computing their output. Only
-    for Linears whose output values no code reads; the Linears' backward computes the usual
-    gradients.
+    for Linears whose output values no code reads. The Linears' backward computes the usual
+    gradients, which do not depend on the output.
 
     Args:
         linears: the layer's Linears by name.
-        names: names of the Linears to skip.
+        names: names of the Linears to skip; names that are not in `linears` are ignored.
     """
     skipped = [linears[name] for name in names if name in linears]
     return SwappedForwards(
@@ -294,7 +311,7 @@ def compute_outputs(
 
     Args:
         linears: the layer's Linears by name.
-        names: names of the Linears.
+        names: names of these Linears; names that are not in `linears` are ignored.
     """
     modules = [linears[name] for name in names if name in linears]
     return SwappedForwards(
@@ -315,10 +332,11 @@ def tap_linears(
 
     Args:
         linears: the layer's Linears by name.
-        names: names of the Linears.
-        sink: callback for a Linear's name and its output [..., out].
-        see: callback for a Linear's name and its input [..., in].
-        source: returns the saved output for a name; None: the Linear computes its output.
+        names: names of these Linears; names that are not in `linears` are ignored.
+        sink: callback, gets a Linear's name and its output [..., out]; None: no callback.
+        see: callback, gets a Linear's name and its input [..., in]; None: no callback.
+        source: function of a Linear's name: returns the saved output, or None if the Linear must
+            compute it. None: all Linears compute their outputs.
         sums: adds up the weights' gradients over the chunks inside the Linears' backward; None:
             autograd returns each chunk's gradient.
     """
@@ -377,9 +395,10 @@ def _product(
         module: the Linear, or a LoRA Linear.
         value: the saved output [..., out]. None: compute the output. A slice: compute these rows
             only; all other rows are NaN. `UNREAD_OUTPUT` is the empty slice.
-        add: callback for backward: gets two matrices [out, n] and [n, in] whose product is the
-            weight's gradient, and adds this product to a sum; None: autograd returns the gradient.
-        cast: function of a dtype that returns the weight in this dtype; None: cast here.
+        add: callback for backward: gets two matrices [out, n] and [n, in], and adds their product
+            to the sum of the weight's gradient over chunks. None: autograd returns the gradient.
+        cast: function of a dtype that returns the weight in this dtype, cast once for all chunks;
+            None: cast in each call.
         x: [..., in].
     """
     if (adaptation := module.__dict__.get(ADAPTATION_ATTRIBUTE)) is not None:
@@ -398,7 +417,8 @@ def _product(
 
 
 def linear_autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """Return the dtype that autocast casts x [...] to; None if autocast is off or x is float64."""
+    """Return the dtype to which autocast casts a Linear's input x [...]; None if autocast is off
+    for x's device, or if x is float64."""
     return None if x.dtype == torch.float64 else autocast_dtype(x.device.type)
 
 
@@ -425,8 +445,8 @@ class LinearWithKnownOutput(torch.autograd.Function):
             value: the saved output [..., out], returned as a view. None: compute the output. A
                 slice: compute these rows only; all other rows are NaN. `UNREAD_OUTPUT` is the empty
                     slice.
-            add: callback for backward: gets two matrices [out, n] and [n, in] whose product is the
-                weight's gradient, and adds this product to a sum; None: autograd returns the
+            add: callback for backward: gets two matrices [out, n] and [n, in], and adds their
+                product to the sum of the weight's gradient over chunks. None: autograd returns the
                 gradient.
         """
         needs = ctx.needs_input_grad
@@ -444,9 +464,9 @@ class LinearWithKnownOutput(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of x [..., in], weight [out, in] and bias [out] for grad [..., out].
-        The weight's gradient is None if `add` was passed to forward, because `add` has then summed
-        it."""
+        """Return the gradients of x [..., in], weight [out, in] and bias [out], then None for
+        `value` and `add`, from the output's gradient `grad` [..., out]. If `add` was passed to
+        forward, `add` sums the weight's gradient, and None is returned for the weight."""
         x, weight = ctx.saved_tensors
         flat = grad.flatten(0, -2)
         # [..., in]

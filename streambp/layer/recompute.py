@@ -10,12 +10,12 @@ autograd returns each gradient in its value's dtype, and autocast would round th
 float32 region's gradients to half precision. The outer context keeps autocast's weight copies for
 all chunks, because torch drops the copies at the end of the outermost autocast.
 
-Every chunk's nested backward would fire the hooks that DDP, ZeRO, FSDP or the user
-hung on the real parameters, once per chunk. So the chunk loop differentiates with respect to
-detached aliases that share the parameters' memory. They sit in the parameters' slots during the
-loop and the sums go out through the layer's autograd Function, which fires each hook once. A
-parameter in several slots (tied) has one shadow; frozen parameters keep their place, because
-quantised ones carry attributes that a detached alias would lose.
+The backward of each chunk would call the hooks that DDP, ZeRO, FSDP or the user registered on the
+parameters, once per chunk. The loop over chunks therefore differentiates with respect to shadows:
+detached aliases that share the parameters' memory. Shadows are in the parameters' slots during the
+loop. The layer's autograd Function returns the summed gradients, which calls each hook once. A
+parameter in several slots (tied) has one shadow. Frozen parameters stay in their slots, because
+quantized ones have attributes that a detached alias would lose.
 """
 
 from __future__ import annotations
@@ -38,11 +38,13 @@ NULL_CONTEXT: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 
 class Autocast(NamedTuple):
-    """The settings of torch's autocast for one device and for the CPU. [Note: autocast]
+    """The settings of torch's autocast for one device and for the CPU, at the time of `capture`.
+    [Note: autocast]
 
     Attributes:
-        states: (device type, enabled, dtype) for each of the two device types.
-        cache: True if autocast caches weight copies.
+        states: (device type, True if autocast is enabled, autocast's dtype) for each of the two
+            device types; one entry if the device is the CPU.
+        cache: True if autocast caches the copies of weights that it casts.
         on: True if autocast is enabled for one of the device types.
     """
 
@@ -62,14 +64,14 @@ class Autocast(NamedTuple):
         return cls(tuple(states), torch.is_autocast_cache_enabled(), on)
 
     def disable(self) -> contextlib.AbstractContextManager[None]:
-        """Context manager in which autocast is disabled."""
+        """Context manager in which autocast is disabled for the device and the CPU."""
         return self.restore(enabled=False)
 
     def restore(self, enabled: bool = True) -> contextlib.AbstractContextManager[None]:
-        """Context manager that restores autocast's captured state.
+        """Context manager in which autocast has the captured state.
 
         Args:
-            enabled: False: disable autocast instead.
+            enabled: True: as captured; False: autocast is disabled instead, whatever was captured.
         """
         for kind, active, _ in self.states:
             if active or torch.is_autocast_enabled(kind):
@@ -94,7 +96,7 @@ def check_mode(layer: nn.Module, training: bool) -> None:
     reverse, because the recomputation would differ.
 
     Args:
-        layer: the layer.
+        layer: the layer, with its mode in backward.
         training: `layer.training` in forward.
     """
     if layer.training != training:
@@ -116,7 +118,8 @@ def disable_checkpointing(modules: list[nn.Module]) -> Iterator[None]:
     backward.
 
     Args:
-        modules: the layer's modules that have a `gradient_checkpointing` flag.
+        modules: the layer's modules that have a `gradient_checkpointing` flag. Flags that are True
+            are False during the context.
     """
     flagged, cached = (
         [module for module in modules if module.__dict__.get(CHECKPOINTING_ATTRIBUTES[0])],
@@ -139,9 +142,10 @@ ParameterSlot = tuple[nn.Module, str]  # a place that holds a parameter: `module
 
 
 def slots_of(module: nn.Module) -> list[tuple[str, ParameterSlot]]:
-    """Return all parameters inside a module as (full name, (submodule, name in the submodule's
-    `_parameters`)). Entries that are None are left out. `Parameters` reads and replaces parameters
-    in these places."""
+    """Return the slots of all parameters inside a module, as a list of pairs (full name of the
+    parameter, slot). A slot is a pair (submodule, key in the submodule's dict `_parameters`). Slots
+    that contain None are left out, and a tied parameter has several slots. `Parameters` reads and
+    replaces parameters in their slots."""
     return [
         (f"{path}.{name}", (owner, name))
         for path, owner in module.named_modules()
@@ -151,21 +155,24 @@ def slots_of(module: nn.Module) -> list[tuple[str, ParameterSlot]]:
 
 
 class Parameters:
-    """The trainable parameters of a module, stored as places: (submodule, name) for
+    """The trainable parameters of a module, stored as slots: (submodule, name) for
     `submodule._parameters[name]`.
 
-    A tied parameter has several places. The parameters themselves are not stored, because DDP, ZeRO
+    A tied parameter has several slots. The parameters themselves are not stored, because DDP, ZeRO
     or FSDP may replace them between forward and backward.
 
     Args:
         module: the module.
         device: device on which the module computes.
-        slots: `slots_of` the module; None: search the module.
+        slots: the result of `slots_of(module)`; None: call `slots_of` here.
 
     Attributes:
+        names: full names of the distinct parameters.
+        groups: the list of slots of each distinct parameter, in the order of `names`.
         snapshot: snapshot of the module's structure, attributes and hooks; None: no snapshot was
             taken.
-        trained: the parameters' requires_grad flags at the snapshot, one byte each.
+        trained: the requires_grad flags of all the module's parameters at the snapshot, one byte
+            each.
     """
 
     snapshot: LayerSnapshot | None = None
@@ -213,7 +220,8 @@ class Parameters:
 
         Args:
             snapshot: snapshot of the layer's modules, attributes and hooks at this forward.
-            trained: the parameters' requires_grad flags at this forward, one byte each.
+            trained: the requires_grad flags of the layer's parameters at this forward, one byte
+                each.
         """
         renewed = copy.copy(self)
         parameters = renewed.current()
@@ -224,17 +232,18 @@ class Parameters:
         return renewed
 
     def current(self) -> list[Tensor]:
-        """Return the module's current parameters [...], one for each distinct parameter."""
-        owners: list[Any] = [group[0] for group in self.groups]
-        return [owner._parameters[name] for owner, name in owners]
+        """Return the tensors [...] that are now in the parameters' slots, one for each distinct
+        parameter, in the order of `names`."""
+        parameters: list[Any] = [owner._parameters[name] for (owner, name), *_ in self.groups]
+        return parameters
 
     def check_unchanged(self, slots: list[tuple[str, ParameterSlot]] | None = None) -> None:
         """Raise BackwardError if a parameter was written to or replaced since forward, or if a
-        requires_grad flag has changed.
+        parameter requires a gradient that required none in forward.
 
         Args:
-            slots: `slots_of` the module now; None: search the module; []: requires_grad flags are
-                known to be unchanged.
+            slots: the result of `slots_of(module)` now, whose requires_grad flags are checked;
+                None: call `slots_of` here. []: the flags are known to be unchanged.
         """
         parameters = self.current()
         if (
@@ -273,17 +282,18 @@ class Parameters:
     def shadow(
         self, change: Callable[[Tensor], Tensor] = Tensor.detach
     ) -> contextlib.AbstractContextManager[list[Tensor]]:
-        """Context manager that replaces the parameters in their modules by shadows [...], detached
-        aliases that require gradients. The shadows are yielded in the order of `current`.
+        """Context manager that replaces the parameters in their modules by shadows [...]: detached
+        aliases that require gradients. The list of shadows is yielded, in the order of `current`.
 
         Args:
-            change: returns a shadow's value for a parameter's value.
+            change: returns the shadow of a parameter, without a graph; default: a detached alias.
         """
         return self.replace([change(parameter).requires_grad_() for parameter in self.current()])
 
     @contextlib.contextmanager
     def replace(self, replacements: list[Tensor]) -> Iterator[list[Tensor]]:
-        """Context manager that replaces the parameters in their modules by other tensors [...].
+        """Context manager that replaces the parameters in their modules by other tensors [...], and
+        yields these tensors. The end of the context puts the parameters back.
 
         Args:
             replacements: the tensors, in the order of `current`.

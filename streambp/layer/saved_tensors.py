@@ -15,7 +15,7 @@ All tensors except the random states go into a store, on the device or on the ho
 
 A store on the host is given the order of backward's reads, so that it can prefetch the next copies.
 Backward reads in two steps. First it reads the keys and values of all chunks, from the store
-(`Prefix.saved_reads`) or recomputed from the chunks' start values (`start_names`). Then it reads
+(`Prefix.saved_reads`) or recomputed from the chunks' start values (`start_reads`). Then it reads
 everything that a chunk needs (`reads`) before the chunk's layer runs. The layer may use these
 tensors in any order, or ignore them; unused tensors are freed with the chunk.
 """
@@ -56,28 +56,33 @@ from streambp.recurrent.states import StateKey, States
 class DeviceTensors:
     """Store for the tensors that a layer call saves for backward, on the device. The store
     references each tensor from `save` until `take`. `HostTensors` has the same methods for host
-    memory."""
+    memory.
+
+    Attributes:
+        tensors: the stored tensors [...], by (name, chunk index).
+        copies: False: tensors are stored without a copy. `HostTensors.copies` is True.
+    """
 
     copies = False
     tensors: dict[Access, Tensor] = dataclasses.field(default_factory=dict)
 
     def save(self, name: str, chunk: int, tensor: Tensor) -> None:
-        """Store a reference to a chunk's tensor [...]."""
+        """Store a reference to a chunk's tensor [...] under (name, chunk index)."""
         self.tensors[name, chunk] = tensor
 
     def has(self, name: str, chunk: int) -> bool:
-        """True if this tensor of this chunk is stored."""
+        """True if the tensor `name` of the chunk with index `chunk` is stored."""
         return (name, chunk) in self.tensors
 
     def reserve(self, size: int) -> None:
-        """Ignore the number of bytes: this store keeps references and needs no memory of its own.
-        Stores on the host allocate memory here."""
+        """Ignore the request for `size` bytes of memory: this store keeps references and needs no
+        memory of its own. Stores on the host allocate memory here."""
 
     def load(self, name: str, chunk: int) -> None:
         """Ignore the request to copy a tensor to the device: the tensor never left the device."""
 
     def peek(self, name: str, chunk: int) -> Tensor:
-        """Return a chunk's tensor [...], which stays stored."""
+        """Return the tensor `name` [...] of the chunk with index `chunk`, which stays stored."""
         return self.tensors[name, chunk]
 
     borrow = peek  # in-place changes need no copy back
@@ -86,7 +91,8 @@ class DeviceTensors:
         """Ignore the request to prefetch: no tensor has to be copied to the device."""
 
     def take(self, name: str, chunk: int) -> Tensor:
-        """Remove a chunk's tensor [...] from the store and return it."""
+        """Remove the tensor `name` [...] of the chunk with index `chunk` from the store, and return
+        the tensor."""
         return self.tensors.pop((name, chunk))
 
 
@@ -95,11 +101,12 @@ class SavedProducts:
     """The outputs of Linears that one layer call saves for backward.
 
     Attributes:
-        linears: the Linears that may be saved, by name.
+        linears: the Linears whose outputs may be saved, by name.
         names: the names of the Linears whose outputs are saved.
-        keys: the names of these outputs in the store, such as "product.mlp.up_proj#0".
-        captured: the outputs of the current chunk that are not yet in the store: key, output, and
-            its version counter.
+        keys: the names of these outputs in the store, such as "product.mlp.up_proj#0" for the first
+            call of the Linear mlp.up_proj in a chunk.
+        captured: the outputs of the current chunk that are not yet in the store, as tuples of the
+            name in the store, the output [..., out], and the output's version counter.
     """
 
     linears: dict[str, nn.Linear] = dataclasses.field(default_factory=dict)
@@ -114,8 +121,8 @@ class SavedProducts:
         `SavedForBackward.keep_products` stores them.
 
         Args:
-            names: the Linears; None: those whose outputs are saved.
-            see: callback for a Linear's name and its input [..., in].
+            names: names of the Linears; None: those whose outputs are saved (`self.names`).
+            see: callback, gets a Linear's name and its input [..., in]; None: no callback.
         """
         if names is None:
             names = self.names
@@ -144,11 +151,11 @@ class SavedProducts:
 
         Args:
             brought: the saved tensors [B, C, ...] of the current chunk, by name; used outputs are
-                removed.
-            names: the Linears; None: those whose outputs are saved.
+                removed. A Linear without a saved output here computes its output.
+            names: names of the Linears; None: those whose outputs are saved (`self.names`).
             sums: adds up the weights' gradients over the chunks inside the Linears' backward; None:
                 autograd returns each chunk's gradient.
-            see: callback for a Linear's name and its input [..., in].
+            see: callback, gets a Linear's name and its input [..., in]; None: no callback.
         """
         if names is None:
             names = self.names
@@ -169,12 +176,14 @@ class SavedForBackward:
     which backward reads them.
 
     Attributes:
-        saves: names of what is saved beside each chunk's input: "attn_out", "kv" or names of
-            Linears.
+        saves: names of the tensors that are saved beside each chunk's input: "attn_out" (outputs of
+            attention), "kv" (keys and values), and names or glob patterns of Linears (outputs of
+            these Linears).
         chosen_by_user: True if the user's config names what to save; False: `saves` was chosen by
             the policy for `saves="auto"`.
-        cost_recorder: records the costs of saving, for the policy; None: nothing is recorded.
-        autocast: the forward's autocast state; Linears return its dtype. [Note: autocast]
+        cost_recorder: records bytes and FLOPs of each tensor that may be saved, for the policy's
+            later choices; None: nothing is recorded.
+        autocast: the forward's autocast state; Linears return autocast's dtype. [Note: autocast]
         store: holds the tensors, on the device or on the host.
         moves: True if the tensors go to the host.
         random: the random state at each chunk's start.
@@ -215,11 +224,12 @@ class SavedForBackward:
         self._indexers = 0
 
     def choose(self, rows: int, can_keep_graph: Callable[[], bool]) -> None:
-        """Let the policy for `saves="auto"` choose what to save, by the available memory.
+        """Let the policy for `saves="auto"` set `saves`, `keeps_graph` and `cost_recorder`, by the
+        available memory. Does nothing without such a policy.
 
         Args:
             rows: batch size.
-            can_keep_graph: returns True if the autograd graph may stay until backward.
+            can_keep_graph: returns True if the autograd graph may stay from forward to backward.
         """
         if self.layer_state.saves_policy is not None and self.chosen_here:
             names, self.keeps_graph, self.cost_recorder = self.layer_state.saves_policy.saves(
@@ -230,11 +240,11 @@ class SavedForBackward:
                 self.chosen_by_user = False
 
     def drop_saves(self, is_running: bool) -> bool:
-        """Free every saved tensor on the device that backward can recompute. Return True if there
-        may have been any.
+        """Free every saved tensor on the device that backward can recompute, and save no more
+        tensors of these kinds in this call. Return True if memory may have been freed.
 
         Args:
-            is_running: True if the layer is running, so that the buffers of keys and values must
+            is_running: True if this layer is running, so that the buffers of keys and values must
                 stay; False: free these buffers as well.
         """
         if not isinstance(self.store, DeviceTensors):
@@ -247,25 +257,27 @@ class SavedForBackward:
         assert isinstance(self.store, DeviceTensors)
         tensors = self.store.tensors
         brought = self.brought
-        for access in [access for access in tensors if not _is_needed(access[0])]:
+        for access in [access for access in tensors if not _cannot_be_recomputed(access[0])]:
             del tensors[access]
-        for name in [name for name in brought if not _is_needed(name)]:
+        for name in [name for name in brought if not _cannot_be_recomputed(name)]:
             del brought[name]
         if not is_running:
             self.carried.prefix.drop_buffers()
         return True
 
     def _drop_saves_on_device(self, store: HostTensors, is_running: bool) -> bool:
-        """Free the saved tensors on the device, in a call whose other tensors leave for the host.
-        Tensors on the host remain saved. Return True if any memory was freed.
+        """Free the saved tensors on the device, in a call that saves on the host. Tensors on the
+        host remain saved, and so do tensors that backward cannot recompute. Return True if any
+        memory was freed.
 
         Args:
             store: the store of the tensors.
-            is_running: True if the layer is running, whose keys and values may be in use.
+            is_running: True if this layer is running and may be using its keys and values, which
+                then stay.
         """
 
         def goes(name: str) -> bool:
-            return not (_is_needed(name) or (is_running and name[:1] in "kv"))
+            return not (_cannot_be_recomputed(name) or (is_running and name[:1] in "kv"))
 
         freed = store.finish_copies()
         kinds = set(map(saves_name, store.drop(goes)))
@@ -273,7 +285,7 @@ class SavedForBackward:
         self.products.names = [name for name in self.products.names if name not in kinds]
         self.products.captured.clear()
         for name in list(self.brought):
-            if not _is_needed(name):
+            if not _cannot_be_recomputed(name):
                 del self.brought[name]
                 freed = True
         if not is_running:
@@ -282,36 +294,45 @@ class SavedForBackward:
 
     @property
     def moves_kv(self) -> bool:
-        """True if saved keys and values are moved to the host. False: keys and values stay in
-        attention's buffers."""
+        """True if keys and values are saved and go to the host. False: keys and values are not
+        saved, or stay in attention's buffers on the device."""
         return "kv" in self.saves and self.store.copies
 
     def seal(self, backward_bytes: int) -> None:
-        """End the saving of forward. A store on the host gets the order in which backward will read
-        the saved tensors, so that it can prefetch.
+        """End the saving of tensors in forward. A store on the host gets the order in which
+        backward will read the saved tensors, so that the store can prefetch. A store on the device
+        ignores the call.
 
         Args:
-            backward_bytes: device memory that backward needs for keys, values and their gradients.
+            backward_bytes: bytes of device memory that backward needs for keys, values and their
+                gradients. The bytes count against the setting `gpu_memory`.
         """
         if not isinstance(self.store, DeviceTensors):
             self.store.seal(self.order(), backward_bytes)
 
     def keep_states(self, chunk: Chunk, states: States) -> None:
-        """Save the recurrent states that a chunk starts from, for its recomputation in backward."""
+        """Save the recurrent states that a chunk starts from, for the chunk's recomputation in
+        backward. States that an earlier chunk started from too are not saved again.
+
+        Args:
+            chunk: the chunk.
+            states: the start states, by `StateKey`; {}: the chunk begins a sequence.
+        """
         self._state_keys = list(states) or self._state_keys
         if states and self._state_chunk(chunk.index) == chunk.index:
             for number, state in enumerate(states.values()):
                 self.store.save(f"state.{number}", chunk.index, state)
 
     def _state_chunk(self, index: int) -> int | None:
-        """Return the chunk index under which a chunk's start states are stored. Chunks with the
-        same predecessor start from the same states, which are stored once, under the first of these
-        chunks. None if the chunk starts without states."""
+        """Return the chunk index under which the start states of chunk `index` are stored. Chunks
+        that continue from the same chunk start from the same states, which are stored once, under
+        the index of the first of them. None if the chunk starts without states."""
         predecessor = self.plan.predecessors[index] if self._state_keys else None
         return None if predecessor is None else self.plan.successors[predecessor][0]
 
     def states(self) -> States:
-        """Return the saved recurrent states from which the current chunk of backward starts."""
+        """Return the saved recurrent states from which the current chunk of backward starts, read
+        from `brought`; {} if the chunk starts without states."""
         states = (self.brought.get(f"state.{number}") for number in range(len(self._state_keys)))
         return {
             key: state
@@ -385,11 +406,16 @@ class SavedForBackward:
         self.cost_recorder.record_chunk(cost)
 
     def times_recomputed(self, name: str) -> int:
-        """Return how many times backward computes a Linear's output if it is not saved."""
+        """Return how many times backward computes the output of the Linear `name` if the output is
+        not saved: once, because each chunk is recomputed once. Subclasses return other numbers."""
         return 1
 
     def keep_products(self, chunk: Chunk) -> None:
-        """Save the Linear outputs collected since the last call.
+        """Move the Linear outputs that `capture_outputs` has collected for this chunk into the
+        store.
+
+        Args:
+            chunk: the chunk.
 
         Raises:
             UnsupportedModelError: the layer has written in place to one of the outputs.
@@ -456,9 +482,9 @@ class SavedForBackward:
         )
 
     def order(self) -> list[list[Access]]:
-        """Return the tensors that backward reads from the store, as (name, chunk index) in the
-        order of reading. `seal` gives the order to a store on the host, which prefetches. The
-        tensors of one inner list are read together."""
+        """Return the tensors that backward reads from the store, as lists of (name, chunk index) in
+        the order of reading. The tensors of one inner list are read together. `seal` gives the
+        order to a store on the host, which prefetches."""
         prefix = self.carried.prefix
         order = list[list[Access]]()
         tiled: list[
@@ -471,7 +497,7 @@ class SavedForBackward:
                 else:
                     tiled.append([(f"k.{call_index}", 0), (f"v.{call_index}", 0)])
         elif prefix.calls and ("kv" not in self.saves or self.moves_kv):
-            order += [self.start_names(chunk.index) for chunk in self.refilled_chunks]
+            order += [self.start_reads(chunk.index) for chunk in self.refilled_chunks]
         for chunk in self.plan.backward:
             order.append(self.reads(chunk.index))
             if chunk.stop == self.plan.length:
@@ -500,9 +526,10 @@ class SavedForBackward:
         its keys and values."""
         return self.plan.chunks[:-1]
 
-    def start_names(self, index: int) -> list[Access]:
-        """Return the names of the saved tensors that a chunk's recomputation starts from, its input
-        and recurrent states, as (name, chunk index)."""
+    def start_reads(self, index: int) -> list[Access]:
+        """Return the (name, chunk index) in the store of the saved tensors that the recomputation
+        of chunk `index` starts from: its input and its recurrent start states. States that several
+        chunks share are stored under the index of the first of these chunks."""
         reads = [("x", index)]
         if self._state_keys:
             state_chunk = self._state_chunk(index)
@@ -512,10 +539,10 @@ class SavedForBackward:
         return reads
 
     def reads(self, index: int) -> list[Access]:
-        """Return all saved tensors that differentiating this chunk needs, as (name, chunk
-        index)."""
-        reads = self.start_names(index)
-        reads += self.attended_reads(index)
+        """Return the (name, chunk index) in the store of all saved tensors that recomputing and
+        differentiating chunk `index` needs."""
+        reads = self.start_reads(index)
+        reads += self.attention_reads(index)
         for indexer in range(self._indexers):
             reads.append((f"picks.{indexer}", index))
         for name in self.products.keys:
@@ -523,9 +550,9 @@ class SavedForBackward:
                 reads.append((name, index))
         return reads
 
-    def attended_reads(self, index: int) -> list[Access]:
-        """Return a chunk's saved attention outputs and logsumexps, as (name, chunk index); [] if
-        they are not saved for every attention call."""
+    def attention_reads(self, index: int) -> list[Access]:
+        """Return the (name, chunk index) in the store of the attention outputs and logsumexps of
+        chunk `index`; [] if these are not saved for every attention call."""
         reads: list[Access] = []
         if "attn_out" not in self.saves:
             return reads
@@ -537,11 +564,12 @@ class SavedForBackward:
         return reads
 
     def load(self, reads: list[Access], _: bool = False) -> None:
-        """Start the copies of saved tensors to the device.
+        """Start the copies of saved tensors to the device, before `bring` reads the tensors.
 
         Args:
             reads: (name, chunk index) of the tensors; those that are not saved any more are left
                 out.
+            _: True in a retry after running out of memory; not used.
         """
         for access in reads:
             if self.store.has(*access):
@@ -553,8 +581,9 @@ class SavedForBackward:
 
         Args:
             chunk: the chunk.
-            reads: (name, chunk index) of the tensors.
-            names_to_keep: names of tensors that stay in the store for a later read.
+            reads: (name, chunk index) of the tensors; all must be in the store.
+            names_to_keep: names of tensors that stay in the store for a later read. Tensors that
+                are stored under another chunk's index stay as well.
         """
         self.brought.clear()
         for name, index in reads:
@@ -567,13 +596,14 @@ class SavedForBackward:
         self.store.read_ahead()
 
     def picks(self) -> list[Tensor]:
-        """Return the indices of the keys, [B, C, k], that each indexer selected for the queries of
-        the current chunk. The tensors stay in `brought` for a retry."""
+        """Return for each indexer the indices [B, C, k] of the k keys that it selected in forward
+        for each query of the current chunk. The tensors stay in `brought` for a retry."""
         return [self.brought[f"picks.{indexer}"] for indexer in range(self._indexers)]
 
     def take_attention_outputs(self) -> list[AttentionOutput] | None:
-        """Remove the attention outputs and logsumexps of the current chunk from `brought` and
-        return both; None if not saved."""
+        """Remove the saved attention outputs and logsumexps of the current chunk from `brought`,
+        and return one `AttentionOutput` for each attention call; None if they are not saved for
+        every call."""
         call_indices = range(self.carried.prefix.calls or 0)
         if "attn_out" not in self.saves:
             return None
@@ -589,7 +619,7 @@ class SavedForBackward:
         return attended
 
 
-def _is_needed(name: str) -> bool:
+def _cannot_be_recomputed(name: str) -> bool:
     """True if backward cannot recompute a saved tensor of this name. Such a tensor is not freed
     when memory is short."""
     return name.split(".")[0] in ("x", "state", "picks")
@@ -602,5 +632,6 @@ def _output_dtype(linear: nn.Linear, x: Tensor) -> torch.dtype:
 
 
 def linear_of(product: str) -> str:
-    """Return the name of the Linear whose saved output has this name in the store."""
+    """Return the name of the Linear whose saved output has the name `product` in the store:
+    "mlp.up_proj" for "product.mlp.up_proj#0"."""
     return product.removeprefix("product.").split("#")[0]

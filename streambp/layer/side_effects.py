@@ -1,11 +1,11 @@
 """Side effects of a layer's forward.
 
-Chunks compute the layer's output and the other outputs that `LayerCall` returns. In the unpatched
-model a gradient also flows through tensors that the forward stores with their graph: an auxiliary
-loss in an attribute, or an activation that a hook appends to a list. A layer with such side effects
-runs unchunked under a checkpoint, which keeps that graph. A layer that writes to its buffers (power
-iterations, running statistics, token counters) runs unchunked too. A layer in chunks would write
-once for each chunk, in tests and in recomputations, partly from skipped products.
+Chunks compute the layer's output and the other outputs that `LayerCall` returns. The unpatched
+model also has gradients of tensors that the forward stores with their graph. Examples are an
+auxiliary loss in an attribute, and an activation that a hook appends to a list. A layer with such
+side effects runs unchunked under a checkpoint, and so keeps the graph. A layer that writes to its
+buffers (power iterations, running statistics, token counters) runs unchunked too. A layer in chunks
+would write once for each chunk, in tests and in recomputations, partly from skipped products.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ Buffers = dict[tuple[nn.Module, str], Tensor]
 
 
 def buffers_of(layer: nn.Module) -> Buffers:
-    """Return the buffers inside a layer by (module, buffer name), without meta tensors and tensor
-    subclasses. A test run of the layer must leave their values as they are."""
+    """Return the buffers [...] inside a layer by (module, buffer name), without meta tensors and
+    tensor subclasses. `replace_buffers` protects these buffers from writes in a test run."""
     return {
         (module, name): buffer
         for module in layer.modules()
@@ -36,9 +36,13 @@ def buffers_of(layer: nn.Module) -> Buffers:
 
 @contextlib.contextmanager
 def replace_buffers(buffers: Buffers) -> Iterator[None]:
-    """Context manager for a test run or a recomputation: replaces these buffers in their modules by
-    detached copies, and puts the original tensors back at the end. The originals are never written
-    to, because autograd graphs may have saved them."""
+    """Context manager for a test run or a recomputation of a layer: replaces buffers in their
+    modules by detached copies, and puts the original tensors back at the end. The layer thus never
+    writes to the originals, which autograd graphs may have saved.
+
+    Args:
+        buffers: the original buffers, from `buffers_of`.
+    """
     # a forward that deletes a buffer has left none, where it is computed again
     originals = {
         (module, name): module._buffers[name] for module, name in buffers if name in module._buffers
@@ -56,11 +60,12 @@ def replace_buffers(buffers: Buffers) -> Iterator[None]:
 
 
 def find_written_buffers(copies: Buffers) -> Buffers:
-    """Return those of the buffers `copies` whose values have changed, with their old values [...].
-    A layer that writes to its buffers runs unchunked.
+    """Compare buffers with earlier copies, and return the old values [...] of the buffers that have
+    changed or were deleted, by (module, buffer name). A layer that writes to its buffers runs
+    unchunked.
 
     Args:
-        copies: the buffers with a copy of their values.
+        copies: copies of the buffers' values before the layer ran, by (module, buffer name).
     """
     changed_buffers: Buffers = {}
     for (module, name), old in copies.items():

@@ -52,9 +52,9 @@ CHOICE_FUNCTIONS = frozenset(("topk", "argsort", "sort", "argmax", "multinomial"
 
 
 def rows_of(length: int) -> slice:
-    """Return a slice of at most `MAX_COMPARED_ROWS` (8) of `length` rows, evenly spaced, with the
-    last row. Backward compares only these rows with forward if an output is not fully
-    recomputed."""
+    """Return a slice that selects at most `MAX_COMPARED_ROWS` (8) of `length` rows of a tensor,
+    evenly spaced, with the last row. Backward compares only these rows with forward if it skips
+    Linears of the layer, whose output is then not fully recomputed."""
     step = max(1, length // MAX_COMPARED_ROWS)
     return slice(length - 1 - (min(MAX_COMPARED_ROWS, length) - 1) * step, None, step)
 
@@ -94,8 +94,8 @@ def makes_choices(layer: nn.Module) -> bool:
 
 
 def equal_on_cpu(in_forward: Tensor, in_backward: Tensor) -> bool:
-    """True if two tensors [...] are on a CPU and have equal bits. The comparison is then finished
-    without a device synchronization."""
+    """True if two tensors [...] are on a CPU and equal. Reading this result from another device
+    would synchronize with the device, so tensors there give False and are compared later."""
     return in_backward.is_cpu and torch.equal(in_forward, in_backward)
 
 
@@ -105,13 +105,14 @@ class ValuePair(NamedTuple):
     Attributes:
         layer: the layer.
         number: the layer's index in its model.
-        cast: True if autocast was on.
-        tolerance: allowed difference, relative to the norm. [Note: witness]
+        cast: True if autocast was on in forward.
+        tolerance: allowed norm of the difference, relative to the norm of `backward_value` without
+            `unchanged`. [Note: witness]
         forward_value: the value in forward: [n], a weighted sum of a tensor's rows, or a few of its
             rows [..., n].
-        backward_value: the value in backward.
-        unchanged: a term that both values contain unchanged, such as the residual; None: there is
-            none.
+        backward_value: the same value of the recomputed tensor.
+        unchanged: a term that both values contain unchanged, such as the residual connection's
+            input, in the shape of the values; None: there is none.
     """
 
     layer: nn.Module  # no reference to the witness: an aborted backward must leave no cycle
@@ -132,9 +133,9 @@ class Witness:
         witnesses: collects the comparisons of all layers of the model.
         compared: function without arguments. Returns a function that makes a `ValuePair` from the
             arguments forward_value, backward_value and unchanged. Called only if a comparison is
-            needed, because it inspects the layer.
+            needed, because `compared` inspects the layer.
         left_out: names of the Linears whose outputs backward skips.
-        last: True if the current chunk is the last of the sequence.
+        last: True if the current chunk is the last of the sequence; more values are compared there.
     """
 
     witnesses: Witnesses
@@ -150,12 +151,13 @@ class Witness:
     _pairs: list[ValuePair] = dataclasses.field(default_factory=list)
 
     def begin(self, key: Hashable, last: bool, in_backward: bool) -> None:
-        """Start a chunk, or one half of a chunk: in forward, record its values; in backward,
-        compare the recomputed values with the record.
+        """Start a chunk, or one half of the layer on a chunk. In forward, `see` records the chunk's
+        values from now on. In backward, `see` compares recomputed values with the recorded ones.
 
         Args:
-            key: key of the chunk or the half.
-            last: True for the last chunk.
+            key: key of the recorded values, the same in forward and backward: the half's name and
+                the chunk's index.
+            last: True for the last chunk of the sequence.
             in_backward: True in backward.
         """
         self.last, self._in_backward, self._combined_input = last, in_backward, None
@@ -167,14 +169,18 @@ class Witness:
     def see(
         self, name: str, x: Tensor, unchanged: Tensor | None = None, rows: slice | None = None
     ) -> None:
-        """Record the tensor x [..., C, n] in forward; compare it with the record of the same name
-        in backward.
+        """Record a weighted sum of the rows of x in forward; in backward, compare it with the value
+        that forward has recorded under the same name. A difference raises later, when
+        `Witnesses.submit` evaluates all comparisons.
 
         Args:
-            name: name of the tensor in this chunk.
-            x: the tensor.
-            unchanged: [..., C, n], a term of x; the norm of the remaining terms sets the tolerance.
-            rows: rows of x to compare one by one; None: compare one weighted sum of all rows.
+            name: name of the tensor in this chunk. Tensors with the same name are compared in the
+                order of their calls.
+            x: [..., C, n].
+            unchanged: [..., C, n], a term of x that is equal in forward and backward, such as the
+                layer's input. The norm of x without this term sets the tolerance. None: there is no
+                such term.
+            rows: rows of x that are recorded themselves; None: record one weighted sum of all rows.
         """
         if not self._in_backward:
             self._records.append(
@@ -211,19 +217,23 @@ class Witness:
         return cached[2]
 
     def see_output(self, x: Tensor, output: Tensor) -> None:
-        """Record a chunk's output [..., B, C, h] in forward, or compare the output with the record
-        in backward; x [..., B, C, h] is the chunk's input.
+        """Record a chunk's output in forward; in backward, compare the recomputed output with the
+        recorded one.
 
         If backward skips a Linear of the layer, the full output is not recomputed. Only a few rows
         of the last chunk are then compared.
+
+        Args:
+            x: the chunk's input [..., B, C, h], which the output contains as a term.
+            output: the chunk's output [..., B, C, h].
         """
         if self.left_out and not self.last:
             return
         self.see("output", output, x, rows_of(output.shape[-2]) if self.left_out else None)
 
     def end(self) -> None:
-        """Pass the pairs of values to `Witnesses.submit`, which compares them. Called at the end of
-        the layer's backward."""
+        """Pass the values of this call to `Witnesses.submit` in pairs, for comparison, and forget
+        them. Called at the end of the layer's backward."""
         pairs, self._pairs, self._noted = self._pairs, [], {}
         if pairs:
             self.witnesses.submit(pairs)
@@ -316,12 +326,18 @@ class Witnesses:
 
 @dataclasses.dataclass(eq=False)
 class ComparisonBatch:
-    """The pairs of values to compare at the end of one backward of the model."""
+    """The pairs of values, of all layers of a model, that are compared at the end of one backward
+    of the model.
+
+    Attributes:
+        pairs: the pairs of values from forward and from backward.
+    """
 
     pairs: list[ValuePair]
 
     def evaluate(self) -> None:
         """Compare the pairs of values from forward and backward, with one read from each device.
+        `pairs` is then empty.
 
         Raises:
             BackwardError: a layer's recomputation differs from its forward.
@@ -359,7 +375,8 @@ class ComparisonBatch:
 
 
 def _find_changed(pairs: list[ValuePair]) -> list[ValuePair]:
-    """Return the pairs whose values differ by more than their tolerance."""
+    """Return those of the pairs whose values from forward and backward differ by more than the
+    pair's tolerance."""
     groups: dict[tuple[Any, ...], list[ValuePair]] = {}
     for pair in pairs:
         key = (
@@ -390,9 +407,11 @@ def _differ(group: list[ValuePair], dtype: torch.dtype, tolerance: float) -> Ten
     as different.
 
     Args:
-        group: pairs of the same shape, dtype and device.
-        dtype: their dtype.
-        tolerance: allowed difference, relative to the norm.
+        group: pairs of values with the same shape, dtype and device. All of them have an
+            `unchanged` term, or none.
+        dtype: the dtype of the values.
+        tolerance: allowed norm of the difference, relative to the norm of the value in backward
+            without the `unchanged` term.
     """
     wide = torch.promote_types(dtype, torch.float32)
     with torch.no_grad(), contextlib.ExitStack() as stack:

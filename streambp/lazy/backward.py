@@ -50,14 +50,15 @@ class StatisticsTerm:
     logsumexp and the logits' mean.
 
     Args:
-        projection: the map from matrix products to logits.
+        projection: the map from the output projection's matrix products to logits: scale, softcap
+            and temperature.
         count: M, the number of positions that have logits.
         like: tensor with the device of the gradients, and with their dtype, promote_types(dtype,
             float32).
 
     Attributes:
-        further: gradients of a second and further labels at the same position, as tuples
-            (positions, vocabulary entries, gradients).
+        further: label gradients of positions that have a label already, for example from another
+            loss: a list of tuples (positions, vocabulary entries, gradients), [n] each.
     """
 
     def __init__(self, projection: Projection, count: int, like: Tensor) -> None:
@@ -69,12 +70,13 @@ class StatisticsTerm:
 
     def add(self, gradient: StatisticsGradient) -> None:
         """Add the gradients of one result of the logits, for example of each token's
-        log-probability, to this term's sums `pick`, `lse` and `mean`. Backward calls this method
-        once for each result, before `compute_gradients`.
+        log-probability, to this term's sums. `pick` sums gradients of the label's logit, `lse` of
+        the logsumexp, and `mean` of the mean. Backward calls this method once for each result,
+        before `compute_gradients`.
 
         A position's label is stored in `labels` and its gradient in `pick`, one label for each
-        position. Gradients of a position that occurs twice in the result, or has a label from an
-        earlier result, are appended to `further`.
+        position. If a position occurs twice in the result, or has a label from an earlier result,
+        the label gradients of the result are appended to the list `further`.
         """
         positions = gradient.positions
         if gradient.pick is not None:
@@ -102,12 +104,16 @@ class StatisticsTerm:
         return mask
 
     def assign_rows(self, row_of: Tensor | None, edges: Sequence[int]) -> None:
-        """Replace the token positions in `further` by row numbers. Backward computes hidden states
-        only at positions with a gradient, one row for each such position.
+        """Replace positions by row numbers in `further`. Backward recomputes hidden states only at
+        positions whose logits have a gradient, and numbers these positions as rows.
+
+        `further` has the label gradients of positions that have a label already, for example from
+        another loss. An entry is a tuple (positions, vocabulary entries, gradients), [n] each.
 
         Args:
-            row_of: [M], the row of each position; None: the row number is the position.
-            edges: block boundaries; not used here.
+            row_of: the row number of each of the M positions of the logits, [M]; None: the row
+                number is the position.
+            edges: first row of each block, and the end of the last block; not read here.
         """
         if row_of is not None:
             self.further = [
@@ -115,8 +121,9 @@ class StatisticsTerm:
             ]
 
     def add_to(self, total: Tensor, product: Tensor, positions: Tensor, block: slice) -> None:
-        """Add the gradient of one block's matrix products to `total` [n, V]. Backward calls this
-        method of every term for a block, before the sum reaches hidden states and weights.
+        """Add this term's gradient of one block's matrix products to `total` [n, V]. A term is the
+        gradient from one use of the logits. Backward calls this method of every term for a block,
+        before the sum reaches hidden states and weights.
 
         Args:
             total: sum of the gradients of the block's matrix products, over all terms.
@@ -137,8 +144,13 @@ class StatisticsTerm:
         total += self.projection.backward(grad, logits)
 
     def read(self, product: Tensor, positions: Tensor) -> TokenGradients:
-        """Return the gradients of the tokens at positions [n], together with softmax statistics
-        that are recomputed from the tokens' matrix products [n, V]."""
+        """Return the inputs for the logits' gradient at `positions` [n]: this term's gradients of
+        the softmax statistics, and the logsumexp.
+
+        Args:
+            product: [n, V], the tokens' matrix products, from which the logsumexp is recomputed.
+            positions: [n], positions of the tokens.
+        """
         labels, pick, lse, mean = (
             values[positions] for values in (self.labels, self.pick, self.lse, self.mean)
         )
@@ -157,10 +169,11 @@ class StatisticsGradient:
     gradient of the logits.
 
     Attributes:
-        projection: the map from matrix products to logits.
-        positions: [N], the tokens.
+        projection: the map from the output projection's matrix products to logits.
+        positions: [N], index of each token's hidden state.
         unique: True if all positions differ.
-        labels: [N].
+        labels: [N], the vocabulary entry of each token whose logit is a statistic; None:
+            no label's logit.
         pick: gradients of the logits of `labels`.
         lse: gradients of the logsumexp.
         mean: gradients of the logits' mean.
@@ -186,8 +199,9 @@ class StatisticsGradient:
 
 @dataclasses.dataclass
 class NodeTerm:
-    """Gradient of logits from any recorded function of the logits without a formula, such as topk.
-    Backward reruns the function under autograd, block by block.
+    """Gradient of logits from a recorded function, a computation from logits that runs block by
+    block. Used for functions without a formula of their own, such as topk. Backward reruns the
+    function under autograd.
 
     Attributes:
         node: the recorded function of N tokens; its inputs are flat, [N] or [N, k].
@@ -215,16 +229,16 @@ class NodeTerm:
         return NodeTerm(self.node, self.reading, scaled)
 
     def touched_positions(self, count: int) -> Tensor:
-        """Return a bool tensor [M]: True for positions whose logits the function reads, even if
-        their gradients are zero. Backward recomputes the logits of these positions alone. `count`
-        is M, the number of positions."""
+        """Return a bool tensor [M]: True for positions whose logits the recorded function `node`
+        reads, even if their gradients are zero. Backward recomputes the logits of these positions
+        alone. `count` is M, the number of positions."""
         mask = torch.zeros(count, dtype=torch.bool, device=self.reading.positions.device)  # [M]
         mask[self.reading.positions] = True
         return mask
 
     def assign_rows(self, row_of: Tensor | None, edges: Sequence[int]) -> None:
-        """Find which of the function's N tokens read logits of each block of rows, and store the
-        indices of these tokens in `entries`.
+        """Find the tokens of the recorded function `node` whose logits are in each block of rows,
+        and store the indices of these tokens in `entries`, one tensor for each block.
 
         Args:
             row_of: [M], the row of each position of the logits; None: the row is the position.
@@ -243,8 +257,8 @@ class NodeTerm:
         self.blocks = 0
 
     def add_to(self, total: Tensor, product: Tensor, positions: Tensor, block: slice) -> None:
-        """Rerun the function for the next block of tokens, and add the gradient of the block's
-        matrix products to `total` [n, V].
+        """Rerun the recorded function `node` for the next block of tokens, and add the gradient of
+        the block's matrix products to `total` [n, V].
 
         Args:
             total: sum of the gradients of the block's matrix products, over all terms.
@@ -291,6 +305,7 @@ def values_at(
     products: Mapping[Any, HeadProducts],
 ) -> dict[Node, Any]:
     """Return the values of a recorded function's inputs for some of its N tokens, without a graph.
+    A recorded function is a computation from logits that runs later, block by block.
 
     An input is a tensor of the program, sliced to [n, k], or the logits [n, V] of some positions in
     promote_types(dtype, float32).
@@ -337,7 +352,8 @@ def compute_gradients(
         hidden: [M, h].
         weight: [V, h].
         bias: [V] or None.
-        needs: True for each tensor that requires a gradient.
+        needs: True for each tensor that requires a gradient, in the order of the result: hidden,
+            weight, bias, parameters of the norm.
     """
     work = HeadGradients(inputs, hidden, weight, bias, needs)
     products = inputs.products(weight, bias)

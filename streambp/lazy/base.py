@@ -43,10 +43,12 @@ from streambp.tensors import change_arguments, tensors_in
 @dataclasses.dataclass(eq=False)
 class SharedWriteCount:
     """Count of in-place writes to the memory that a lazy tensor, its slices and its views would
-    share if lazy tensors had storage.
+    share if lazy tensors had storage. A lazy tensor has no storage, and its values are computed on
+    use.
 
     Attributes:
-        watched: complete tensors with this memory, each with its version counter.
+        watched: pairs of a tensor and its version counter at the time of `track_alias`. The tensor
+            shares the counter, but not the memory, of a real tensor with these values.
         writes: number of writes to any of these lazy tensors.
     """
 
@@ -54,8 +56,9 @@ class SharedWriteCount:
     writes: int = 0
 
     def track_alias(self, tensor: Tensor) -> None:
-        """Record the version counter of a tensor [...], so that `check` finds later in-place writes
-        to the tensor's memory. The tensor's values are not kept alive."""
+        """Record the version counter of a real tensor [...] with the values of one of these lazy
+        tensors. `LazyTensor.check` then finds later in-place writes to the real tensor's memory.
+        The real tensor's values are not kept alive."""
         if type(tensor) is Tensor and not tensor.is_inference():
             # The detached tensor shares the version counter; assigning `data` drops its values.
             counter = torch_own.detach(tensor)
@@ -64,9 +67,9 @@ class SharedWriteCount:
 
 
 class GradientSink(torch.autograd.Function):
-    """Autograd function whose output is a lazy tensor (without storage). If a user's
-    autograd.Function or a kernel takes the lazy tensor as input, its gradient arrives here, in the
-    shape of the complete tensor.
+    """Autograd function whose output is a lazy tensor: a tensor without storage, whose values are
+    computed on use. If a user's autograd.Function or a kernel takes the lazy tensor as input, the
+    lazy tensor's gradient arrives here, in the lazy tensor's shape.
 
     See `lazy/lazy_hidden.py` and `lazy/tensor.py`.
     """
@@ -75,12 +78,14 @@ class GradientSink(torch.autograd.Function):
     def forward(
         ctx: Any, kind: type[LazyTensor], made_of: tuple[Any, ...], *inputs: Tensor
     ) -> LazyTensor:
-        """Return the lazy tensor kind(*made_of) [...].
+        """Return the lazy tensor kind(*made_of) [...] as the output of an autograd node.
 
         Args:
             kind: class of the lazy tensor.
             made_of: arguments of the constructor.
-            inputs: tensors [...] that the lazy tensor's gradient depends on.
+            inputs: tensors [...] that are the node's inputs. The lazy tensor requires a gradient if
+                an input does. Backward passes each input the gradient that `kind.receive_gradient`
+                has computed.
         """
         lazy = kind(*made_of)
         ctx.set_materialize_grads(False)
@@ -92,15 +97,17 @@ class GradientSink(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Pass a gradient of the lazy tensor's shape [...] to its class
-        (`LazyTensor.receive_gradient`), which may return gradients of the inputs [...]."""
+        """Pass a gradient of the lazy tensor's shape [...] to `receive_gradient` of the lazy
+        tensor's class. Return None for `kind` and `made_of`, and then a gradient [...] or None for
+        each of the inputs, as `receive_gradient` has returned them."""
         gradients = ctx.kind.receive_gradient(ctx, gradient)
         return None, None, *(gradients or (None,) * (len(ctx.needs_input_grad) - 2))
 
 
 class MaterializeLazy(torch.autograd.Function):
-    """Autograd function from a lazy tensor to the complete tensor, for a lazy tensor that a user's
-    autograd.Function returned. See `lazy/tensor.py`."""
+    """Autograd function from a lazy tensor, which has no storage, to the complete tensor with its
+    values. Used for a lazy tensor that a user's autograd.Function returned: the gradient must pass
+    through the backward of that Function. See `lazy/tensor.py`."""
 
     @staticmethod
     def forward(ctx: Any, values: Callable[[], Tensor], stand_in: Tensor) -> Tensor:
@@ -117,7 +124,8 @@ class MaterializeLazy(torch.autograd.Function):
 class LazyTensor(Tensor):
     """Tensor subclass [*tokens, W] without storage, whose values are computed on use. Subclasses
     define rules for operations that need no complete tensor, and the methods that raise
-    NotImplementedError here.
+    NotImplementedError here. The complete tensor is a real tensor with these values. W is the
+    hidden size of hidden states, or the vocabulary size of logits.
 
     Attributes:
         memory: counts writes; shared with the slices and views of this tensor.
@@ -129,7 +137,7 @@ class LazyTensor(Tensor):
         origin: a tensor [*tokens, ...] that is contiguous if the complete tensor would be, such as
             the token positions.
         config_hint: the setting that makes a model return the complete tensor, for error messages.
-        metadata: operations that need only a shape, a dtype and a device.
+        metadata: torch's functions that need only a shape, a dtype and a device.
         rules: a dict from an operation's name to its rule, which takes the operation's arguments.
         has_rule: names of arguments of torch's losses that the rules support, such as
             "label_smoothing".
@@ -153,19 +161,21 @@ class LazyTensor(Tensor):
         raise NotImplementedError
 
     def note(self, operation: str) -> None:
-        """Record for `describe` that `operation` needed the complete tensor."""
+        """Record, for the report of `streambp.describe`, that `operation` needed the complete
+        tensor."""
         raise NotImplementedError
 
     def follows_rules(self) -> bool:
-        """True if rules may compute operations on this tensor, without the complete tensor."""
+        """True if operations on this tensor may be computed by rules, which need no complete
+        tensor."""
         raise NotImplementedError
 
     def write(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        """Run an operation that changes the tensor in place.
+        """Run an operation that changes the tensor in place, and return the operation's result.
 
         Args:
             func: torch's function.
-            name: its name.
+            name: the function's name, such as "add_".
             args: positional arguments of the call.
             kwargs: keyword arguments of the call.
         """
@@ -178,8 +188,8 @@ class LazyTensor(Tensor):
         raise NotImplementedError
 
     def copy_with(self, *args: Any, **kwargs: Any) -> Any:
-        """Return a lazy copy that shares no memory with this tensor, for example in another
-        dtype."""
+        """Return a lazy copy that shares no memory with this tensor, for example in another dtype.
+        Subclasses define the arguments, which name the properties to change."""
         raise NotImplementedError
 
     def casts_to(self, dtype: torch.dtype) -> bool:
@@ -189,11 +199,12 @@ class LazyTensor(Tensor):
     @classmethod
     def receive_gradient(cls, ctx: Any, gradient: Tensor | None) -> Any:
         """Handle a gradient [*tokens, W] of the complete tensor that arrived at the lazy tensor's
-        autograd node.
+        autograd node. Return a list of gradients of the node's inputs, or None to pass no gradient
+        to them.
 
         Args:
             ctx: context of the node (`GradientSink`).
-            gradient: the gradient.
+            gradient: the gradient; None: no gradient arrived.
         """
         raise NotImplementedError
 
@@ -219,19 +230,21 @@ class LazyTensor(Tensor):
 
     def latest(self, operation: str) -> LazyTensor:
         """Return the lazy tensor that holds this tensor's current values, after in-place
-        operations. Every operation reads the result in place of its argument."""
+        operations. Every operation calls this method with its name, and reads the result in place
+        of its argument."""
         return self
 
     @classmethod
     def apply_rule(cls, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        """Run an operation by its rule, without the complete tensor.
+        """Run an operation by its rule, a function in `rules` that needs no complete tensor, and
+        return the operation's result.
 
         Returns NotImplemented if the operation has no rule, or if another argument than the first
         is lazy.
 
         Args:
             func: torch's function.
-            name: its name.
+            name: the function's name, the key in `rules`.
             args: positional arguments of the call.
             kwargs: keyword arguments of the call.
         """
@@ -303,11 +316,12 @@ class LazyTensor(Tensor):
 
     @classmethod
     def run_on_complete(cls, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        """Run an operation that has no rule, with complete tensors in place of lazy arguments.
+        """Run an operation that has no rule in `rules`, with complete tensors in place of lazy
+        arguments. Return the operation's result.
 
         Args:
             func: torch's function.
-            name: its name.
+            name: the function's name.
             args: positional arguments of the call.
             kwargs: keyword arguments of the call.
         """
@@ -378,8 +392,9 @@ signature_of = functools.cache(inspect.signature)  # called with rules of a clas
 
 
 def note_use(stand_ins: Sequence[Any], result: Any) -> None:
-    """Set `has_dependents` to True on these lazy tensors if `result`, which was computed from them,
-    requires a gradient. A gradient hook that is registered on them later then raises."""
+    """Set `has_dependents` to True on the lazy tensors `stand_ins` if `result`, which was computed
+    from these tensors, requires a gradient. A gradient hook that is registered on one of the
+    tensors later then raises."""
     results = [result] if isinstance(result, Tensor) else tensors_in(result, Tensor)
     for stand_in in stand_ins:
         stand_in.has_dependents |= any(
@@ -389,6 +404,6 @@ def note_use(stand_ins: Sequence[Any], result: Any) -> None:
 
 def is_scaling_hook(hook: Any) -> bool:
     """True if a tensor hook is DeepSpeed's hook that scales gradients and signals the start of
-    backward. Such a hook may be registered after results were computed; any other hook raises then.
-    """
+    backward. Such a hook may be registered on a lazy tensor after results were computed from the
+    tensor. Any other hook raises then."""
     return SCALING_HOOK in getattr(hook, "__qualname__", "")

@@ -26,11 +26,13 @@ from streambp.lazy.token_rules import TOKEN_RULES, to
 
 
 def lazy_logits(deferred: LazyHidden, request: HeadRequest) -> LazyLogits:
-    """Return lazy logits for the model's caller (`LazyLogits`, computed on use).
+    """Return the logits that a model call hands to its caller: lazy logits, whose values are
+    computed on use.
 
     Args:
-        deferred: the lazy logits inside of the model's forward.
-        request: record of the model call, in which `describe` reads how the logits were used.
+        deferred: the lazy tensor that stands for the logits inside of the model's own forward.
+        request: record of the model call, in which `streambp.describe` reads how the logits were
+            used.
     """
     source = deferred.source.reshape(-1, deferred.source.shape[-1])
     hub = LazyHead(source, dataclasses.replace(deferred.recipe, request=request))

@@ -22,13 +22,15 @@ from streambp.head.blocks import Projection
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LogitsReading:
-    """Input of recorded functions: the logits of one forward at some of its positions.
+    """Input of recorded functions: the logits of one forward at some of its positions. A recorded
+    function is a computation from logits that runs later, block by block.
 
     Attributes:
         head: computes the logits (`streambp.lazy.head.LazyHead`).
         handle: [1], the tensor that represents the logits in the autograd graph.
         positions: [*tokens] integers, indices of hidden states of `head`.
-        projection: the map from matrix products to logits.
+        projection: the map from the output projection's matrix products to logits: scale, softcap
+            and temperature.
         unique: True if all positions differ.
         anchor: input of the graph by which backward also runs an engine's autograd node (DDP,
             ZeRO-3); None: no engine has inserted a node.
@@ -48,10 +50,12 @@ class LogitsReading:
 @dataclasses.dataclass(frozen=True, eq=False)
 class TensorOperand:
     """Input of recorded functions: a tensor [*tokens, k] of the program, such as labels or
-    advantages.
+    advantages. A recorded function is a computation from logits that runs later, block by block.
 
     Attributes:
-        version: the tensor's version counter at its use; later in-place changes raise.
+        tensor: the tensor.
+        version: the tensor's version counter when the function was recorded; later in-place changes
+            raise.
     """
 
     tensor: Tensor
@@ -75,12 +79,16 @@ class TensorOperand:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RecordedCall:
-    """Recorded call function(*args, **kwargs). The arguments may contain other recorded calls, and
-    inputs (`LogitsReading`, `TensorOperand`).
+    """Recorded call function(*args, **kwargs) of an operation on logits, which runs later, block by
+    block. The arguments may contain other recorded calls, and inputs (`LogitsReading`,
+    `TensorOperand`).
 
     Attributes:
+        function: torch's function.
+        args: positional arguments.
+        kwargs: keyword arguments.
         graded: True if a gradient flows through the call.
-        name: the operation, for `describe`.
+        name: the operation, for the report of `streambp.describe`.
     """
 
     function: Callable[..., Any]
@@ -95,15 +103,16 @@ Values = dict[Node, Any]  # values for n tokens
 
 
 def children(node: Node) -> list[Node]:
-    """Return the recorded calls and inputs among a recorded call's arguments, including nested
-    lists and dicts, for walks over a recorded function. The list is empty for an input."""
+    """Return the recorded calls and inputs among the arguments of a recorded call `node`, including
+    nested lists and dicts, for walks over a recorded function. The list is empty if `node` is an
+    input."""
     arguments = tree_leaves((node.args, node.kwargs)) if isinstance(node, RecordedCall) else []
     return [leaf for leaf in arguments if isinstance(leaf, Node)]
 
 
 def leaves(node: Node) -> list[Node]:
-    """Return the distinct inputs of a recorded function: logits (`LogitsReading`) and other tensors
-    (`TensorOperand`)."""
+    """Return the distinct inputs of a recorded function (a computation from logits that runs
+    later): logits (`LogitsReading`) and other tensors (`TensorOperand`)."""
     inputs: dict[Node, None] = {}
     visited: set[Node] = set()
     open_ends = [node]
@@ -120,12 +129,14 @@ def leaves(node: Node) -> list[Node]:
 
 
 def readings(node: Node) -> list[LogitsReading]:
-    """Return the distinct logits (`LogitsReading`) among the inputs of a recorded function."""
+    """Return the distinct logits (`LogitsReading`) among the inputs of a recorded function, a
+    computation from logits that runs later."""
     return [leaf for leaf in leaves(node) if isinstance(leaf, LogitsReading)]
 
 
 def operation_names(node: Node) -> Iterator[str]:
-    """Yield the names of the operations of a recorded function, first to last, for `describe`."""
+    """Yield the names of the operations of a recorded function, first to last, for the report of
+    `streambp.describe`."""
     for child in children(node):
         yield from operation_names(child)
     if isinstance(node, RecordedCall):
@@ -133,8 +144,10 @@ def operation_names(node: Node) -> Iterator[str]:
 
 
 def inputs_of(node: Node) -> list[Tensor]:
-    """Return the tensors [1] that represent a recorded function's logits in the autograd graph.
-    `LazyResult` has these tensors as inputs, so backward runs their nodes after its own."""
+    """Return the tensors [1] that represent a recorded function's logits in the autograd graph. A
+    recorded function is a computation from logits that runs later.
+    `LazyResult`, the autograd Function that computes the recorded function, has these tensors as
+    inputs. Backward therefore runs the nodes of the tensors after the node of `LazyResult`."""
     handles = [
         tensor
         for reading in readings(node)
@@ -151,7 +164,7 @@ def rebuild(
     by the same logits with an engine's hook.
 
     Args:
-        node: the recorded function.
+        node: the recorded function, a computation from logits that runs later.
         change: function from an input (`LogitsReading` or `TensorOperand`) to its replacement.
         changed_nodes: changed nodes so far, by original node, so that a node used twice is changed
             once.
@@ -172,7 +185,7 @@ def map_tokens(node: Node, change: Callable[[Tensor], Tensor], unique: bool = Tr
     tokens, W].
 
     Args:
-        node: the recorded function.
+        node: the recorded function, a computation from logits that runs later.
         change: function [*tokens, k] -> [*other tokens, k], for any k, such as an index.
         unique: True if `change` repeats no token.
 
@@ -192,8 +205,14 @@ def map_tokens(node: Node, change: Callable[[Tensor], Tensor], unique: bool = Tr
 
 
 def evaluate(node: Node, values: Values) -> Any:
-    """Compute a recorded function from the values of its inputs, which are in `values`, for a block
-    of tokens in forward or backward. Intermediate results are added to `values`."""
+    """Compute a recorded function for a block of tokens, in forward or backward, and return its
+    result.
+
+    Args:
+        node: the recorded function, a computation from logits.
+        values: dict from each of the function's inputs to its value for the tokens. The results of
+            the function's recorded calls are added to the dict.
+    """
     if node not in values:
         assert isinstance(node, RecordedCall)
         args, kwargs = tree_map_only(

@@ -108,15 +108,21 @@ class HeadHandle(torch.autograd.Function):
 
 class RunInBackward(torch.autograd.Function):
     """Autograd function from a tensor to a zero [1]. Backward calls the function `run`, an engine's
-    hook for example, and passes no gradient to the tensor, unless the tensor is a handle [1].
+    hook for example, and passes no gradient to the tensor. Only a handle, a tensor [1] that
+    represents logits in the graph (`HeadHandle`), gets the incoming gradient.
 
-    autograd still runs the node that made the tensor.
+    autograd runs the node that made the tensor in both cases.
     """
 
     @staticmethod
     def forward(ctx: Any, run: Callable[[], Any] | None, source: Tensor) -> Tensor:
-        """Return a zero [1], whose backward calls `run`. `source` [...] gives its dtype and device,
-        and an edge in the graph."""
+        """Return a zero [1], whose backward calls `run`.
+
+        Args:
+            run: the function; None: backward calls nothing.
+            source: tensor [...] with the dtype and device of the zero. Backward runs the autograd
+                node of this tensor next.
+        """
         ctx.run = run
         ctx.has_handle = source.shape == (1,)
         ctx.set_materialize_grads(False)
@@ -124,8 +130,8 @@ class RunInBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor | None) -> tuple[None, Tensor | None]:
-        """Call the function `run`. Return the gradient `upstream`, a zero [1] or None, for a
-        handle, and None for other tensors."""
+        """Call the function `run` of forward. Return None for `run`. If the source tensor is a
+        handle [1], return `upstream` [1] for the source, otherwise None."""
         if ctx.run is not None:
             ctx.run()
         if not ctx.has_handle:
@@ -138,8 +144,9 @@ class LazyResult(torch.autograd.Function):
     stores the results' gradients. `HeadHandle` then computes the gradients of hidden states and
     weights in one pass.
 
-    Zero-bubble pipelines run parts of the graph again, with the gradients that arrived there. The
-    zero makes `HeadHandle` run again, and `HeadHandle` raises an error.
+    Zero-bubble pipelines run `HeadHandle` again later, with the gradient that arrived there. The
+    gradients of the results are no longer stored then. A zero in place of None lets `HeadHandle`
+    notice this case and raise an error.
     """
 
     @staticmethod
@@ -285,6 +292,10 @@ class LazyHead:
         labels), the logsumexp and the mean, [N] each in promote_types(dtype, float32).
 
         Tokens with the same position and label are computed once.
+
+        Args:
+            reading: the logits of the N tokens.
+            labels: [N], a vocabulary entry for each token; None: no label's logit is needed.
         """
         positions = reading.positions.reshape(-1)
         picks = labels
@@ -341,8 +352,8 @@ class LazyHead:
 
     def store_gradients(self, gradient: Any) -> None:
         """Store the gradient of one result (`StatisticsGradient` or `NodeTerm`) for the backward of
-        `HeadHandle`, which runs later in the same backward call. The end of this call removes what
-        is left."""
+        `HeadHandle`, which runs later in the same backward call. The end of the backward call
+        removes gradients that `HeadHandle` has not taken."""
         task = torch._C._current_graph_task_id()
         if task not in self._gradients:
             self._gradients[task] = []
@@ -398,13 +409,13 @@ class StatisticsCalculation:
         return dataclasses.replace(self, reading=self.reading.head.with_padding(self.reading))
 
     def inputs(self) -> list[Tensor]:
-        """Return the tensor [1] that represents the logits in the autograd graph, as the input of
-        `LazyResult`."""
+        """Return the inputs of `LazyResult` in the autograd graph: the tensor [1] that represents
+        the logits. If an engine has inserted a node, a second tensor [1] lets backward run it."""
         return inputs_of(self.reading)
 
     def run(self) -> tuple[Tensor, ...]:
-        """Return the requested softmax statistics, [N] each in promote_types(dtype, float32),
-        without a graph."""
+        """Return the requested ones of label's logit, logsumexp and mean, in this order and without
+        a graph. Each statistic is [N] in promote_types(dtype, float32)."""
         head = self.reading.head
         cached: tuple[Tensor, Tensor] | None = None
         if self.labels is None:
@@ -436,7 +447,7 @@ class StatisticsCalculation:
 @dataclasses.dataclass(frozen=True)
 class FunctionCalculation:
     """Calculation of a recorded function of logits, with [N, ...] results for logits [N, V], to be
-    run by `LazyResult`.
+    run by `LazyResult`. The function is recorded where a program calls it, and runs later.
 
     Attributes:
         node: the recorded function; its inputs are flat, [N] or [N, k].
@@ -445,9 +456,9 @@ class FunctionCalculation:
     node: Node
 
     def with_padding(self) -> FunctionCalculation:
-        """Return a function that may read logits at padding: this object, or a copy. If padding was
-        left out of the hidden states and the function reads there, the batch is computed once more
-        with padding. [Note: padding that is read]"""
+        """Return a calculation that may read logits at padding: this object, or a copy. If padding
+        was left out of the hidden states and the recorded function reads logits at padding, the
+        batch is computed once more with padding. [Note: padding that is read]"""
         if all(reading.head.recipe.late_padding is None for reading in readings(self.node)):
             return self
         return FunctionCalculation(
@@ -457,12 +468,12 @@ class FunctionCalculation:
         )
 
     def inputs(self) -> list[Tensor]:
-        """Return the tensors [1] that represent the logits in the autograd graph, as inputs of
-        `LazyResult`."""
+        """Return the inputs of `LazyResult` in the autograd graph: the tensors [1] that represent
+        the logits, and the tensors [1] by which backward runs nodes of engines."""
         return inputs_of(self.node)
 
     def run(self) -> tuple[Tensor, ...]:
-        """Return the function's results, [N, ...] each, without a graph.
+        """Return the results of the recorded function for N tokens, [N, ...] each, without a graph.
 
         Logits are built for `rows_per_block` tokens at a time.
         """

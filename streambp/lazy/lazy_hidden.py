@@ -123,7 +123,8 @@ class LazyHidden(LazyTensor):
     @classmethod
     def receive_gradient(cls, ctx: Any, gradient: Tensor | None) -> list[Tensor | None] | None:
         """Return the gradients of the lazy tensor's inputs, for a gradient of the complete tensor.
-        Return None if the gradient is None. An entry is None if its input requires no gradient.
+        The inputs are `source` and then the tensors of the recipe. Return None if the gradient is
+        None. An entry is None if its input requires no gradient.
 
         Args:
             ctx: context of the autograd node.
@@ -158,7 +159,8 @@ class LazyHidden(LazyTensor):
             return complete
 
     def values(self) -> Tensor:
-        """Compute the complete tensor [..., h] or [..., V] from the stored hidden states."""
+        """Return the complete tensor [..., h] or [..., V], computed from the stored hidden states
+        `source`, in this tensor's dtype."""
         real = self.recipe.build(self.source)
         if real.dtype != self.dtype:
             real = real.to(self.dtype)
@@ -190,7 +192,8 @@ class LazyHidden(LazyTensor):
     ) -> LazyHidden:
         """Return the lazy result of an operation on the tokens, such as an index or a reshape.
 
-        Hidden states that several tokens share get an index, see `head/token_positions.py`.
+        If the recipe has `token_positions`, the index of each token into the stored hidden states,
+        the operation changes this index. Otherwise the operation changes the stored hidden states.
 
         Args:
             change: function [*tokens, k] -> [*other tokens, k], for any k.
@@ -217,8 +220,9 @@ class LazyHidden(LazyTensor):
         return torch.promote_types(dtype, self.source.dtype) == dtype
 
     def check(self, operation: str) -> None:
-        """Raise `StreamBPError` if an input of this lazy tensor was changed in place, or its memory
-        was written to."""
+        """Raise `StreamBPError` if an input of this lazy tensor was changed in place, or the memory
+        of its values was written to. `operation` is the name of the operation that uses the tensor,
+        for the error."""
         super().check(operation)
         for tensor, version in () if self.materialized_tensor is not None else self.made_of:
             if tensor._version != version:
@@ -230,7 +234,8 @@ class LazyHidden(LazyTensor):
                 )
 
     def follows_rules(self) -> bool:
-        """True if rules may compute operations on this tensor, without the complete tensor.
+        """True if operations on this tensor may be computed by rules, which need no complete
+        tensor.
 
         False if the complete tensor, or the result of a user's autograd.Function, has replaced this
         tensor, and for a `made_without_grad` tensor in grad mode.
@@ -242,12 +247,12 @@ class LazyHidden(LazyTensor):
         )
 
     def write(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        """Run an operation that changes the tensor in place. The complete tensor is built and
-        changed, and then replaces the lazy tensor.
+        """Run an operation that changes the tensor in place, and return the operation's result. The
+        complete tensor is built and changed, and then replaces the lazy tensor.
 
         Args:
             func: torch's function.
-            name: its name.
+            name: the function's name, such as "add_".
             args: positional arguments of the call.
             kwargs: keyword arguments of the call.
 
@@ -275,11 +280,13 @@ class LazyHidden(LazyTensor):
 
     @classmethod
     def run_on_complete(cls, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        """Run an operation that has no rule, with complete tensors in place of lazy arguments.
+        """Run an operation that has no rule in `rules`, with complete tensors in place of lazy
+        arguments. Return the operation's result. After a hook was registered, a later gradient at a
+        lazy argument's autograd node raises.
 
         Args:
             func: torch's function.
-            name: its name.
+            name: the function's name.
             args: positional arguments of the call.
             kwargs: keyword arguments of the call.
         """
@@ -290,7 +297,8 @@ class LazyHidden(LazyTensor):
         return result
 
     def note(self, operation: str) -> None:
-        """Record for `describe` that `operation` needs the complete tensor."""
+        """Record, for the report of `streambp.describe`, that `operation` needs the complete
+        tensor."""
         request = self.recipe.request
         if self.recipe.logits or request.projecting:
             request.outcome.built_for = operation
@@ -306,11 +314,11 @@ class LazyHidden(LazyTensor):
 
 
 def _scale_rule(x: LazyHidden, other: Any, *, over: bool = False) -> Any:
-    """Return a lazy tensor multiplied by the number `other`, or divided by it if `over`. This is
-    the rule for multiplication and division in a model's forward. NotImplemented if `other` is
-    zero, or no finite number.
+    """Return a lazy tensor multiplied by the number `other`, or divided by `other` if `over` is
+    True. This is the rule for multiplication and division in a model's forward. NotImplemented if
+    `other` is zero, or no finite number.
 
-    The argument has torch's name, because programs may pass it by keyword."""
+    `other` has the name of torch's argument, because programs may pass it by keyword."""
     if not is_number(other):
         return NotImplemented
     projection = x.recipe.projection

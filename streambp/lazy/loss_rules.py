@@ -35,8 +35,16 @@ def kl_div(
     """Compute F.kl_div block by block, if the input, the target or both are lazy logits or lazy
     log-probabilities.
 
-    The reduction is torch's own. Returns NotImplemented if the deprecated arguments size_average or
-    reduce are given.
+    Returns NotImplemented if the deprecated arguments size_average or reduce are given.
+
+    Args:
+        func: torch's F.kl_div.
+        x: F.kl_div's input: log-probabilities [*tokens, V].
+        target: [*tokens, V].
+        size_average, reduce, reduction, log_target: arguments of F.kl_div.
+
+    Returns:
+        The loss, a scalar; lazy values [*tokens, V] for reduction "none".
     """
     if not _is_reduction(size_average, reduce, "mean" if reduction == "batchmean" else reduction):
         return NotImplemented
@@ -68,11 +76,17 @@ def label_loss(
     """Compute F.cross_entropy of lazy logits, or F.nll_loss of lazy log-probabilities, without
     building the complete tensor.
 
-    Shapes are [N, V], or [B, V, T] with target [B, T].
+    Args:
+        name: "cross_entropy" or "nll_loss".
+        func: torch's function of this name.
+        x: lazy logits or log-probabilities, [N, V] or [B, V, T].
+        target: labels [N] or [B, T].
+        weight, size_average, ignore_index, reduce, reduction, label_smoothing: arguments of the
+            function.
 
     Returns:
         The loss, in torch's dtype; NotImplemented with class weights, probabilities as target, or
-            the deprecated reductions.
+            the deprecated arguments size_average and reduce.
 
     Raises:
         StreamBPError: a label is outside of the vocabulary and not `ignore_index`.
@@ -119,8 +133,14 @@ def _is_reduction(size_average: Any, reduce: Any, reduction: str) -> bool:
 
 
 def _smoothed_loss(log_probs: LazyLogits, labels: Tensor, smoothing: float) -> Tensor:
-    """Return -log p of the labels [N] with label smoothing, which mixes in the mean of -log p over
-    the vocabulary."""
+    """Return -log p of each token's label with label smoothing, [N], which mixes in the mean of
+    -log p over the vocabulary.
+
+    Args:
+        log_probs: lazy log-probabilities [N, V].
+        labels: [N].
+        smoothing: weight of that mean; 0: -log p alone.
+    """
     reading_and_sign = match_log_softmax(log_probs.node)
     if smoothing and reading_and_sign is not None:
         target, lse, mean = log_probs.compute(

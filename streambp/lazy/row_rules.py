@@ -54,8 +54,11 @@ def record_elementwise(name: str, func: Callable[..., Any], args: Any, kwargs: A
     """Record an operation on each entry or each token of lazy logits, which is computed later, and
     return lazy logits.
 
+    Returns NotImplemented if the operation must be computed on complete tensors: another tensor
+    requires a gradient, shapes or devices do not fit, or rounding would change the result.
+
     Args:
-        name: name of the operation.
+        name: name of the operation, such as "exp".
         func: torch's function.
         args: positional arguments of the call.
         kwargs: keyword arguments of the call.
@@ -121,9 +124,14 @@ def record_elementwise(name: str, func: Callable[..., Any], args: Any, kwargs: A
 
 
 def _node_with_gradient(x: LazyLogits, graded: bool) -> Node:
-    """Return the function from which x will be computed, as an input of another recorded operation.
-    If x requires no gradient and another argument of the operation does (`graded`), x is detached,
-    so that backward computes no gradient of x."""
+    """Return the recorded function from which lazy logits x will be computed, as an input of
+    another recorded operation.
+
+    Args:
+        x: the lazy logits.
+        graded: True if an argument of the operation requires a gradient. If x itself requires none,
+            x is then detached, so that backward computes no gradient of x.
+    """
     if graded and not x.requires_grad:
         return RecordedCall(torch_own.detach, (x.node,), {}, False, "detach")
     return x.node
@@ -189,8 +197,10 @@ def reduce_all(
     positional: list[Any],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Reduce lazy logits to one number. Each token's entries are reduced first, block by block;
-    torch's own function then reduces the results [*tokens].
+    """Return the reduction of lazy logits to a scalar. Each token's entries are reduced first, block
+    by block; torch's own function then reduces the results [*tokens].
+
+    Returns NotImplemented for further positional arguments, and for keepdim.
 
     Args:
         name: name of the operation, such as "sum".
@@ -255,15 +265,24 @@ def _reduce(
 
 
 def note(x: LazyLogits, name: str) -> None:
-    """Record for `describe` that `name`, with the recorded operations before it, was computed block
-    by block from lazy logits."""
+    """Record that the operation `name` on lazy logits was computed block by block, for the report
+    of `streambp.describe`.
+
+    Earlier operations on the logits may only have been recorded, and are then computed together
+    with this operation. The report names all of them in order, for example "log_softmax + gather".
+
+    Args:
+        x: the lazy logits on which the operation was called, with their recorded operations.
+        name: name of the operation, such as "gather".
+    """
     x.request.outcome.computed[" + ".join(dict.fromkeys([*operation_names(x.node), name]))] = None
 
 
 def match_log_softmax(node: Node) -> tuple[LogitsReading, float] | None:
     """Return the logits and a sign if a recorded function is log_softmax of the logits (sign 1) or
-    its negative (sign -1); None for other functions. Entries of log_softmax are computed from
-    softmax statistics, without rerunning the function."""
+    negated log_softmax (sign -1); None for other functions. Callers then compute entries of
+    log_softmax from softmax statistics of the logits, such as the logsumexp, without rerunning the
+    function."""
     if (
         isinstance(node, RecordedCall)
         and node.name in ("neg", "negative", "__neg__")
@@ -304,7 +323,7 @@ def gather(x: LazyLogits, index: Any) -> Any:
 
 
 def gather_entries(x: LazyLogits, index: Tensor) -> Tensor:
-    """Return the entries [*tokens, K] of lazy logits at vocabulary indices `index`, in
+    """Return the entries [*tokens, K] of lazy logits at vocabulary indices `index` [*tokens, K], in
     promote_types(dtype, float32). Callers have checked the indices."""
     labels = index.reshape(-1).clone()  # the program may write to `index`
     reading_and_sign = match_log_softmax(x.node)

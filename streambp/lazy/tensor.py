@@ -53,15 +53,16 @@ ANY_SHAPE_RULES = (
 
 
 def flatten_node(node: Node) -> Node:
-    """Return a recorded function with its N tokens in one dimension, [*tokens, W] -> [N, W], which
-    a `FunctionCalculation` computes block by block."""
+    """Return a recorded function of logits with its N tokens in one dimension. The result [*tokens,
+    W] becomes [N, W], which a `FunctionCalculation` computes block by block."""
     return map_tokens(node, lambda x: x.reshape(-1, x.shape[-1]))
 
 
 def drop_padding(node: Node, gradient: Tensor) -> tuple[Node, Tensor]:
-    """Return a recorded function and the gradient [N, W] of its result without the tokens that are
-    padding. The hidden states of padding were not computed, so its gradient must be zero. Called
-    for gradients that arrive from other code, such as a user's autograd.Function.
+    """Return a recorded function of logits and the gradient [N, W] of its result, both without the
+    tokens that are padding. The hidden states of padding were not computed, so the gradient must be
+    zero there. Called for gradients that arrive from other code, such as a user's
+    autograd.Function.
 
     Raises:
         BackwardError: the gradient at padding is not zero.
@@ -85,22 +86,24 @@ def drop_padding(node: Node, gradient: Tensor) -> tuple[Node, Tensor]:
 
 
 class LazyLogits(LazyTensor):
-    """Logits [*tokens, W] of a model, or a recorded function of logits, as a lazy tensor. Results
-    are computed block by block; any other use builds the complete tensor.
+    """Logits [*tokens, W] of a model as a lazy tensor, or a recorded function of logits, which is
+    computed on use. Results are computed block by block. Uses without a rule build the complete
+    tensor.
 
     `LazyLogits.make` creates the tensor.
 
     Attributes:
-        row_rules: operation name -> rule for operations on each token separately.
+        row_rules: dict from an operation's name to its rule, for operations on each token alone.
         node: the recorded function.
         width: W.
         tokens: [*tokens], the shape without W.
-        request: record of the model call, in which `describe` reads how the logits were used.
+        request: record of the model call, in which `streambp.describe` reads how the logits were
+            used.
         write_count: number of writes to this tensor's memory that its values already include.
         successor: the lazy logits that replaced this tensor in an in-place operation; None: none
             did.
         graph_node: the autograd node that `make` created.
-        heeded: True if `follow_engine_node` has made backward run an engine's autograd node.
+        follows_engine: True if `follow_engine_node` has made backward run an engine's autograd node.
     """
 
     config_hint = "StreamConfig(lazy_logits=False)"
@@ -115,7 +118,7 @@ class LazyLogits(LazyTensor):
     write_count: int
     successor: LazyLogits | None
     graph_node: Any
-    heeded: bool
+    follows_engine: bool
 
     @staticmethod
     def __new__(
@@ -139,7 +142,7 @@ class LazyLogits(LazyTensor):
         self.materialized_tensor = None
         self.is_view = False
         self.successor = None
-        self.heeded = False
+        self.follows_engine = False
         self.has_dependents = False
         return self
 
@@ -209,7 +212,8 @@ class LazyLogits(LazyTensor):
         Args:
             node: the recorded function; None: that of these logits.
             dtype: dtype of the values; None: that of these logits.
-            graded: False: the result requires no gradient.
+            graded: True: the result requires a gradient if these logits do; False: the result
+                requires no gradient.
         """
         graded = graded and self.requires_grad
         return self.make(node or self.node, self.width, dtype or self.dtype, graded, self.classes)
@@ -280,16 +284,19 @@ class LazyLogits(LazyTensor):
         return self.current()
 
     def note(self, operation: str) -> None:
-        """Record for `describe` the first operation that needs the complete tensor."""
+        """Record, for the report of `streambp.describe`, that `operation` needs the complete
+        tensor. Only the first such operation is recorded."""
         self.request.outcome.built_for = self.request.outcome.built_for or operation
 
     @classmethod
     def run_on_complete(cls, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """Run an operation that has no rule, with complete tensors in place of lazy arguments.
+        Return the operation's result. After a hook was registered, a later gradient at a lazy
+        argument's autograd node raises.
 
         Args:
             func: torch's function.
-            name: its name.
+            name: the function's name.
             args: positional arguments of the call.
             kwargs: keyword arguments of the call.
         """
@@ -300,12 +307,15 @@ class LazyLogits(LazyTensor):
         return result
 
     def follows_rules(self) -> bool:
-        """True if rules may compute operations on this tensor. False once a complete tensor, or the
-        result of an unknown autograd node, has replaced it."""
+        """True if operations on this tensor may be computed by rules, which need no complete
+        tensor. False once a complete tensor, or the result of a user's autograd.Function, has
+        replaced this tensor."""
         return self.materialized_tensor is None and self.has_own_node()
 
     def check(self, operation: str) -> None:
-        """Raise `StreamBPError` if the logits were changed in place through another view."""
+        """Raise `StreamBPError` if the logits were changed in place through another view. Otherwise
+        make backward run an engine's autograd node (`follow_engine_node`). `operation` is the name
+        of the operation that uses the logits, for the error."""
         super().check(operation)
         if self.write_count != self.memory.writes:
             raise StreamBPError(
@@ -320,7 +330,7 @@ class LazyLogits(LazyTensor):
         logits, although no gradient of the logits reaches that node. This holds for all results
         that are computed from now on."""
         node_name = type(self.grad_fn).__name__
-        if self.heeded or not torch.is_grad_enabled():
+        if self.follows_engine or not torch.is_grad_enabled():
             return
         anchor: Tensor | None = None
         if node_name == DDP_SINK:
@@ -340,7 +350,7 @@ class LazyLogits(LazyTensor):
                     else leaf
                 ),
             )
-            self.heeded = True
+            self.follows_engine = True
 
     def hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
         """Register an engine's tensor hook that scales gradients, for the gradients of all results
@@ -378,7 +388,7 @@ class LazyLogits(LazyTensor):
     def compute(
         self, calculation: StatisticsCalculation | FunctionCalculation
     ) -> tuple[Tensor, ...]:
-        """Return the results of a calculation from these logits, [N, ...] each.
+        """Return the results of a calculation from these logits, [N, ...] each for N tokens.
 
         The results are differentiable in grad mode if these logits require a gradient.
         """
@@ -428,12 +438,13 @@ class LazyLogits(LazyTensor):
 
     @classmethod
     def apply_rule(cls, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        """Run an operation by its rule, without the complete tensor. Return NotImplemented if the
-        operation has no rule.
+        """Run an operation by its rule, a function that needs no complete tensor, and return the
+        operation's result. Return NotImplemented if the operation has no rule in `row_rules` or
+        `rules`.
 
         Args:
             func: torch's function.
-            name: its name.
+            name: the function's name, the key of its rule.
             args: positional arguments of the call.
             kwargs: keyword arguments of the call.
         """
@@ -450,15 +461,15 @@ class LazyLogits(LazyTensor):
         return super().apply_rule(func, name, args, kwargs)
 
     def write(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        """Run an operation that changes these logits in place. The logits become another recorded
-        function, or the complete tensor.
+        """Run an operation that changes these logits in place, and return these logits or the
+        operation's result. The logits become another recorded function, or the complete tensor.
 
         Under no_grad, torch keeps the autograd node of a tensor that an operation writes to. No
         rule can do the same, so the complete tensor is written to.
 
         Args:
             func: torch's function.
-            name: its name.
+            name: the function's name, such as "add_".
             args: positional arguments of the call.
             kwargs: keyword arguments of the call.
 
@@ -509,9 +520,9 @@ class LazyLogits(LazyTensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Run an operator of torch's dispatcher on complete tensors. Such calls come from C++ code,
-        which bypasses the rules.
+        which bypasses the rules. An operator that writes to its arguments raises `StreamBPError`.
 
-        Autograd has already recorded the operator.
+        Autograd has already recorded the operator, so the complete tensors have no graph.
         """
         if func._schema.is_mutable:
             raise StreamBPError(

@@ -24,8 +24,8 @@ from streambp.lazy.tensor import LazyLogits
 
 
 def index(x: LazyTensor, at: Any) -> Any:
-    """Return x[at] of a lazy tensor without the complete tensor. `at` selects tokens, and of lazy
-    logits also vocabulary entries.
+    """Return x[at] of a lazy tensor [*tokens, W] without the complete tensor. `at` selects tokens.
+    If x is lazy logits, `at` may also select vocabulary entries, in the last dimension.
 
     Returns NotImplemented for any other index, such as a NumPy array.
     """
@@ -94,23 +94,23 @@ SPLITTING_OPERATIONS = ("unbind", "split", "chunk")  # return a tuple of parts
 
 
 def is_of_tokens(x: LazyTensor, dim: Any) -> bool:
-    """True if `dim` is one of the token dimensions of a lazy tensor [*tokens, W], and not the last
-    one."""
+    """True if `dim` is an integer and one of the token dimensions of a lazy tensor [*tokens, W],
+    not the last dimension."""
     return isinstance(dim, int) and not isinstance(dim, bool) and dim % x.dim() != x.dim() - 1
 
 
 def apply_along_dim(
     method: Callable[..., Any], at: int, name: str, x: LazyTensor, *args: Any, **kwargs: Any
 ) -> Any:
-    """Apply a torch method, such as `select`, along a dimension of a lazy tensor's tokens. The
-    result is lazy.
+    """Apply a torch method, such as `select`, along a token dimension of a lazy tensor [*tokens,
+    W]. The result is a lazy tensor, or a tuple of lazy tensors from methods such as `split`.
 
-    Results are views, except for an index [n], which copies and may repeat tokens. Returns
-    NotImplemented for the dimension of size W.
+    Results are views; `index_select` copies instead, and may repeat tokens. Returns NotImplemented
+    for the dimension of size W.
 
     Args:
         method: torch's method.
-        at: index of the dimension in `args`.
+        at: index in `args` of the argument that names the dimension.
         name: name of the method.
         x: the lazy tensor.
         args: the method's positional arguments.
@@ -139,9 +139,13 @@ def apply_along_dim(
 
 
 def view(x: LazyTensor, *shape: Any) -> Any:
-    """Reshape the tokens of a lazy tensor, [*tokens, W] -> [*sizes, W].
+    """Return a view of a lazy tensor with reshaped tokens, [*tokens, W] -> [*sizes, W].
 
     Returns NotImplemented if the last dimension would change.
+
+    Args:
+        x: the lazy tensor.
+        shape: sizes of the result, with W or -1 at the end, as integers or one sequence.
     """
     sizes = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
     if (
@@ -184,8 +188,8 @@ def take_along_dim(x: LazyTensor, indices: Any, dim: Any = None) -> Any:
 
 
 def squeeze(x: LazyTensor, dim: Any = None) -> Any:
-    """Remove one token dimension of size 1, or all of them, from a lazy tensor [*tokens, W];
-    NotImplemented if the last dimension would be removed."""
+    """Remove the token dimension `dim` of size 1 from a lazy tensor [*tokens, W], or all token
+    dimensions of size 1 if `dim` is None. NotImplemented if the last dimension would be removed."""
     if dim is None and x.shape[-1] != 1:
         return x.with_tokens(
             lambda t: t.reshape(*(size for size in x.shape[:-1] if size != 1), t.shape[-1])
@@ -236,8 +240,9 @@ def permute(x: LazyTensor, *dims: Any) -> Any:
 
 
 def to(x: LazyTensor, *args: Any, **kwargs: Any) -> Any:
-    """Cast a lazy tensor to a wider dtype on the same device; NotImplemented for other casts.
-    Values are computed in float32 or wider anyway."""
+    """Cast a lazy tensor to a wider dtype on the same device; NotImplemented for other casts. The
+    result is lazy: values are computed in float32 or wider anyway. The arguments are those of
+    torch.Tensor.to."""
     targets = [*args, *kwargs.values()]
     dtypes = [value for value in targets if isinstance(value, torch.dtype)]
     dtypes += [value.dtype for value in targets if isinstance(value, Tensor)]
@@ -260,8 +265,8 @@ def _iterate(x: LazyTensor) -> Any:
 
 
 def _make_contiguous(x: LazyTensor, *_: Any, **__: Any) -> Any:
-    """Return the lazy tensor itself. If the complete tensor would not be contiguous, return a lazy
-    copy, which is."""
+    """Return the lazy tensor itself, or a lazy copy if the complete tensor would not be contiguous.
+    The copy counts as contiguous."""
     if not x.is_view or (x.classes is None and x.origin.is_contiguous()):
         return x
     return x.copy_with()

@@ -28,8 +28,9 @@ DEPRECATED_NAMES = (
 
 
 def __getattr__(name: str) -> Any:
-    """Return a loss function by name, with a FutureWarning: the next release removes these
-    functions from `streambp.losses`. The code is in examples/objectives.py."""
+    """Return the deprecated function or constant `name` of this module, such as "dpo_loss" or
+    "DPO_LOSSES". A FutureWarning says that the next release removes the name from
+    `streambp.losses`. The code is in examples/objectives.py."""
     if name not in DEPRECATED_NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     warnings.warn(

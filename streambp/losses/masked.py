@@ -9,12 +9,14 @@ from streambp.tensors import DtypeKind, check_tensors
 
 
 def check_shapes(like: Tensor, *, name: str = "log_probs", **tensors: Tensor | None) -> None:
-    """Check the tensors of a loss function: all must be [B, T], and all except masks floating.
+    """Check the tensors of a loss function: all must be [B, T], and all except masks must have a
+    floating-point dtype.
 
     Args:
         like: the first tensor; the other tensors need its shape.
         name: name of `like` in errors.
-        tensors: the other tensors, by name.
+        tensors: the other tensors, by name; None is skipped. A name that ends in "mask" marks a
+            mask.
 
     Raises:
         StreamBPError: a tensor has another shape or dtype.
@@ -33,26 +35,34 @@ def within(mask: Tensor, values: Tensor) -> Tensor:
     """Return values [B, T] with 0 where mask [B, T] is false. Losses call this function on their
     inputs before any other operation.
 
-    A mask over the terms of the loss would not suffice. NaN and infinities outside of the mask,
-    such as an inference engine's -inf at padding, would reach backward. Backward multiplies such
-    values by 0, and the gradient becomes NaN.
+    A mask over the finished terms of the loss would not suffice. NaN and infinities outside of the
+    mask, such as an inference engine's -inf at padding, would reach backward. Backward multiplies
+    such values by 0, and the gradient becomes NaN.
     """
     return values.masked_fill(~mask.bool(), 0.0)
 
 
 def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Return the sum of values [B, T] where mask [B, T] is true, over the batch or over one dim.
+    """Return the sum of values [B, T] where mask [B, T] is true.
 
     Values outside of the mask, NaN among them, do not count.
+
+    Args:
+        values: [B, T].
+        mask: [B, T].
+        dim: the dimension to sum over, as in torch.sum; None: both, and the result is a scalar.
     """
     masked = within(mask, values)
     return masked.sum() if dim is None else masked.sum(dim)
 
 
 def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Return the mean of values [B, T] where mask [B, T] is true, over the batch or over one dim.
+    """Return the mean of values [B, T] where mask [B, T] is true. The mean over an empty mask is 0.
 
-    The mean over an empty mask is 0.
+    Args:
+        values: [B, T].
+        mask: [B, T].
+        dim: the dimension of the mean, as in torch.mean; None: both, and the result is a scalar.
     """
     if dim is None:
         count = mask.bool().sum()

@@ -16,8 +16,17 @@ WHITEN_EPS = 1e-8  # for `whiten`
 @dataclasses.dataclass(frozen=True)
 class PPOLoss:
     """Results of `ppo_loss`, scalars. Only `loss` has a gradient; the other scalars are for logs.
+    All means are over the masked tokens.
 
-    loss = policy + value_coef * value - entropy_coef * entropy
+    Attributes:
+        loss: policy + value_coef * value - entropy_coef * entropy.
+        policy: mean of the clipped policy loss.
+        value: mean of the clipped value loss.
+        entropy: mean of the entropy; 0 without entropy.
+        policy_clipped: fraction of tokens with a policy loss changed by clipping.
+        value_clipped: fraction of tokens with a value loss changed by clipping.
+        approximate_kl: mean of rho - 1 - log rho, an estimate of KL(old policy, policy). rho is the
+            ratio of the new to the old probability.
     """
 
     loss: Tensor
@@ -51,10 +60,17 @@ def ppo_loss(
         entropy  H(p)
 
     Args:
-        log_probs, old_log_probs, advantages, values, old_values, returns, entropy: [B, T].
-            Gradients flow through log_probs, values and entropy.
+        log_probs: log p, [B, T], log-probabilities of the tokens; differentiable.
+        old_log_probs: log p_old, [B, T], of the policy that generated the tokens.
+        advantages: A, [B, T], for example from `gae`.
         mask: [B, T], true on completion tokens.
+        values: v, [B, T], the value model's predictions; differentiable.
+        old_values: v_old, [B, T], predictions at the time of the generation.
+        returns: R, [B, T], the targets of the values.
+        clip_range: e of the formula.
         value_clip_range: e_v of the formula. None leaves the value loss unclipped.
+        entropy: H(p), [B, T], differentiable; None: no entropy term.
+        value_coef, entropy_coef: factors of the value loss and of the entropy.
 
     Raises:
         StreamBPError: shapes do not fit, or entropy_coef is given without entropy.
@@ -117,8 +133,11 @@ def gae(
     steps of the policy.
 
     Args:
-        rewards, values: [B, T].
+        rewards: r, [B, T], the reward of each token.
+        values: v, [B, T], the value model's predictions.
         mask: [B, T], true on tokens that the policy generated.
+        gamma: discount factor of later rewards.
+        lam: lambda, the decay of later d in the sum.
 
     Returns:
         advantages and returns (advantages + values), [B, T], 0 outside of the mask.
@@ -147,7 +166,7 @@ def whiten(values: Tensor, mask: Tensor, *, shift_mean: bool = True) -> Tensor:
     Args:
         values: [B, T].
         mask: [B, T], true on the tokens that count.
-        shift_mean: False: the values keep their mean.
+        shift_mean: True: shift the mean to 0; False: the values keep their mean.
 
     Raises:
         StreamBPError: shapes do not fit.

@@ -47,8 +47,8 @@ class AbsentCache:
 
 
 def refuse() -> NoReturn:
-    """Raise `NoCacheError`. `AbsentCache` calls this function whenever a program uses the KV cache
-    of a streamed training step, which has none."""
+    """Raise `NoCacheError`. `AbsentCache` calls this function if a program uses the KV cache of a
+    training step. Steps whose layers are computed chunk by chunk make no cache."""
     raise NoCacheError(
         "The cache of a streamed training step was used. A streamed step makes no cache unless "
         "the call asks for one; use_cache in the config is not enough. Pass use_cache=True to the "
@@ -57,12 +57,12 @@ def refuse() -> NoReturn:
 
 
 def with_absent_cache(output: Any) -> Any:
-    """Return a model's output with an `AbsentCache` placeholder if its cache field, for example
-    `past_key_values`, is None. Other outputs are returned unchanged.
+    """Put an `AbsentCache` placeholder into the cache field of a model's output, for example
+    `past_key_values`, if the field is None. Return the output. Other outputs are unchanged.
 
-    Called for streamed training steps whose config requests a cache (use_cache). A program that
-    passes None to the next call would start a new sequence unnoticed; the placeholder raises
-    instead.
+    Called for training steps that make no cache although the model's config requests one
+    (use_cache). A program that passes None to the next call would start a new sequence unnoticed.
+    The placeholder raises instead.
     """
     kind: Any = type(output)
     name = _cache_field(kind)

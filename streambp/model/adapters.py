@@ -10,8 +10,9 @@ from streambp.layer.layer_state import LayerState
 
 
 def adapter_notes(layer_states: Iterable[LayerState]) -> list[str]:
-    """Return lines for `describe` about LoRA adapters: how many adapted Linears are computed as one
-    operation, and why the other adapted Linears run peft's own forward.
+    """Return lines for `describe` about LoRA adapters. The first line counts the Linears that are
+    computed with their adapters as one operation. The second line counts the Linears that run
+    peft's own, slower forward, with reasons. Two more lines count adapted weights of experts.
 
     Args:
         layer_states: records of the decoder layers. Layers that were not called yet are left out.

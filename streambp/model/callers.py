@@ -49,8 +49,8 @@ def computes_its_own_loss() -> bool:
 
 
 def _overrides(frame: FrameType) -> bool:
-    """True if the `compute_loss` method that this frame runs is defined by a Trainer subclass
-    outside of the known libraries. Such a method may read the logits."""
+    """True if the `compute_loss` method that this frame runs belongs to a subclass of HF Trainer
+    outside of transformers, TRL and streambp. Such a method may read the logits."""
     if str(frame.f_globals.get("__name__")).partition(".")[0] in TRAINER_LIBRARIES:
         return False
     for cls in type(frame.f_locals.get("self")).__mro__:
@@ -107,7 +107,7 @@ class NoLogitsError(StreamBPError, KeyError):
 
 class NoLogitsMixin:
     """Mixin for a `ModelOutput` whose field `logits` is None because labels were passed. Reading
-    the field warns."""
+    `output.logits` warns, and `output["logits"]` raises `NoLogitsError`."""
 
     def __getattribute__(self, name: str) -> Any:
         value = super().__getattribute__(name)
@@ -135,8 +135,8 @@ class NoLogitsMixin:
 
 
 def _warn_of_read() -> None:
-    """Warn that logits are None, at the source line that reads them. Reads by libraries do not
-    warn, because libraries test for None."""
+    """Warn that logits are None, at the source line that reads the logits. Reads by libraries such
+    as transformers do not warn, because these libraries test for None."""
     home = str(sys._getframe(2).f_globals.get("__name__"))
     if home.partition(".")[0] not in LIBRARIES_TESTING_NONE:
         warnings.warn(f"logits is None: {NO_LOGITS_REMEDY}", stacklevel=3)

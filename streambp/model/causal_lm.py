@@ -55,19 +55,22 @@ class CausalLMForward(InstanceForward):
     block by block, and the logits [B, T, V] are never built.
 
     Args:
+        module: the causal language model.
+        state: state that all replaced forwards of the patched model share.
         norms: the final norms of the model's decoder. The loss may compute a final norm block by
             block, together with the output projection.
 
     Attributes:
         last: sentence for `describe` on how the loss was computed in the last training call. While
             there has been no training call, the sentence is about the last call of any kind.
-        lazy: record of the lazy logits that this same call returned, and of the operations on them;
-            None if no lazy logits were returned.
-        trained: number of calls in training.
-        unlabelled: number of calls in training without labels, which built the logits.
+        lazy: record of the lazy logits (computed where the program uses them) that the call of
+            `last` returned, and of the operations on these logits. None if it returned none.
+        trained: number of calls in training mode with gradients.
+        unlabelled: number of these calls without labels, which built the logits.
         predicted: True if an evaluation built the logits because a Trainer collects them.
-        left_out: output fields that were None in the last chunked training call, for example
-            "logits". None before the first such call, and after a call that returned a tuple.
+        left_out: names of the output fields, for example "logits", that the last training call
+            left None because it computed the loss block by block. Calls that return a tuple do not
+            count. None before the first such call.
     """
 
     module: PreTrainedModel
@@ -116,7 +119,8 @@ class CausalLMForward(InstanceForward):
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's output. If labels are given, the loss is computed without building the
-        logits.
+        logits. The argument `output_log_probs=True` adds the field `log_probs`, with the labels'
+        log-probabilities for each token.
 
         Raises:
             StreamBPError: `output_log_probs=True` was passed without labels, with a cache, with
@@ -196,9 +200,10 @@ class CausalLMForward(InstanceForward):
 
         Args:
             training: True if the call was in training mode with gradients.
-            how: sentence on how the loss was computed.
+            how: sentence on how the loss was computed; None if the call returned lazy logits alone.
             labelled: True if labels were given.
-            lazy: record of the returned lazy logits, if any.
+            lazy: record of the returned lazy logits (computed where the program uses them); None:
+                the call returned none.
         """
         self.trained += training
         self.unlabelled += training and not labelled
@@ -242,12 +247,14 @@ class CausalLMForward(InstanceForward):
             kwargs: arguments of the model's forward, with labels.
             fields: fields of `TokenLogProbs` to compute beside log_probs, such as the entropy.
             temperature: divisor of the logits, also in the loss.
-            in_float32: compute the output projection's products in float32.
+            in_float32: True: compute the output projection's products in float32. False: compute
+                them in the precision of the model's own forward.
 
         Returns:
-            The output, the values [B, T - 1] (with shift_labels [B, T]), and the record of the
-                head's inputs (`HeadRequest`). The record's `hidden_states` [B, T - 1, h] are the
-                input of the output projection, or of the final norm if the record's `norm` is set.
+            The model's output, the values of each token [B, T - 1] (with shift_labels [B, T]), and
+                the record of the output projection's inputs. The record's `hidden_states()` is
+                [B, T - 1, h]: the output projection's input, or the final norm's if the record's
+                `norm` is set.
 
         Raises:
             StreamBPError: the model's loss uses the logits outside of cross_entropy, or another
@@ -310,8 +317,8 @@ class CausalLMForward(InstanceForward):
 
     def _run_unpatched(self, kwargs: dict[str, Any]) -> Any:
         """Run the model's own forward and loss without chunks and without recomputation, and return
-        the output. Return None if this training micro-batch is too large for that. [Note:
-        micro-batches as unpatched]"""
+        the output. Return None if this call must be computed chunk by chunk instead, for example
+        because its graph would take too much memory. [Note: micro-batches as unpatched]"""
         returns_dict = kwargs.get("return_dict")
         returns_dict = (
             getattr(self.module.config, "return_dict", True)
@@ -344,8 +351,9 @@ class CausalLMForward(InstanceForward):
         return output
 
     def _is_lazy(self, kwargs: dict[str, Any]) -> bool:
-        """True if this call returns lazy logits (`LazyLogits`, computed on use), because the
-        settings or the caller require lazy logits.
+        """True if this call returns lazy logits (`LazyLogits`, computed on use). This requires the
+        setting `lazy_logits=True`, or a caller that computes its own loss from logits although
+        labels are passed.
 
         False if the call returns a cache, for example in eval mode by the model's config. False if
         a module of the model is an FSDP unit: FSDP's hooks read a module's outputs after FSDP has
@@ -386,8 +394,8 @@ class CausalLMForward(InstanceForward):
         return self.module.training and torch.is_grad_enabled()
 
     def _refuse_unshifted(self, kwargs: dict[str, Any]) -> None:
-        """Raise if the labels are not shifted while sequences are split over ranks. Called only if
-        torch's process group is initialized.
+        """Raise StreamBPError if the call has labels without shift_labels while sequences are split
+        over ranks. Called only if torch's process group is initialized.
 
         The label of a rank's last token is on the next rank, so a shift on each rank would lose
         that label.
@@ -501,8 +509,9 @@ def _without_nan(output: Any, labelled: Tensor) -> Any:
 
 
 def _hand_out(output: Any, request: HeadRequest) -> Any:
-    """Return a model's output with lazy logits (`LazyLogits`) in place of its placeholder tensors
-    (`LazyHidden`). The logits of a single position are computed at once.
+    """Return a model's output with lazy logits (`LazyLogits`, computed where the program uses them)
+    in place of placeholders for logits (`LazyHidden`). Placeholders for hidden states, and for the
+    logits of a single position, are computed at once.
 
     Args:
         output: the model's output, a `ModelOutput` or a tuple.

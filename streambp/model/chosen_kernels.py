@@ -53,8 +53,10 @@ HALF_FEATURES = 4  # half of a head's features in the comparison of rotations
 
 
 def choose_kernels(model: nn.Module, config: StreamConfig) -> InstalledKernels:
-    """Set the kernels that `config.kernels` names ("own", "liger", "compiled" or "auto") on the
-    modules of a model.
+    """Set the kernels that `config.kernels` names on the modules of a model.
+
+    "own" changes nothing. "liger" sets Liger's Triton kernels. "compiled" compiles parts of layers
+    with torch.compile. "auto" sets Liger's kernels for tensors on an accelerator, if possible.
 
     Args:
         model: a transformers model, or a module that contains one; changed in place.
@@ -119,8 +121,8 @@ def kernel_device() -> torch.device | None:
 
 
 def why_no_driver(kind: str) -> str | None:
-    """Return the reason why Triton cannot launch Liger's kernels on devices of this type; None if
-    it can."""
+    """Return the reason why Triton cannot launch Liger's kernels on devices of type `kind`, such as
+    "cuda"; None if Triton can."""
     try:
         driver = importlib.import_module("triton.runtime").driver.active
         driver_kind = driver.get_active_torch_device().type
@@ -142,7 +144,8 @@ def dispatch_by_device(
         kind: the device type on which Liger's kernels run, such as "cuda".
         rotations: filled by this function with Liger's rotary embedding function for each attention
             module that uses one.
-        attributes: each changed module's attributes before Liger changed the module.
+        attributes: dict from each module of the model to its attributes before Liger changed
+            modules.
 
     Returns:
         The modules to restore to their previous forward: compiled modules, modules with another

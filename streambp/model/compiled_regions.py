@@ -66,11 +66,12 @@ PARAMETERS, _, MODULES = MODULE_TABLES
 
 
 class RegionCompiler:
-    """Compiles the norms, MLP activations and rotations of one model with torch.compile. Counts the
-    compiled graphs and the seconds of compilation.
+    """Compiles the norms, MLP activations and rotary embeddings of one model with torch.compile.
+    Counts the compiled graphs and the seconds of compilation.
 
     Attributes:
-        graphs: number of compiled forward graphs for each role, such as "norm".
+        graphs: number of compiled graphs for each role. A role is the name of a module in its
+            layer, such as "input_layernorm". All experts of an MLP share a role.
         seconds: time that compilation took.
         compiled_functions: compiled functions by (function, role).
     """
@@ -91,7 +92,7 @@ class RegionCompiler:
 
     def compile_function(self, function: Any, role: str) -> Callable[..., Any]:
         """Return the function compiled with torch.compile. The result is cached for each function
-        and role, such as "norm"."""
+        and role. A role is the name of a module in its layer, such as "input_layernorm"."""
         if (function, role) not in self.compiled_functions:
             code = function.__code__.replace(co_name=function.__name__)
             copied = types.FunctionType(
@@ -122,8 +123,8 @@ class CompiledRegion:
 
     Args:
         run: `compute_norm` or `compute_mlp`, which compute the forward with the compiled part.
-        compiled: the compiled part, called with (module, tokens [n, h], ...) or with (activation,
-            products [n, m], ...).
+        compiled: the compiled part. `compute_norm` calls it with (module, tokens [n, h], ...), and
+            `compute_mlp` with (activation, outputs of the MLP's first Linears [n, m], ...).
     """
 
     __name__ = "forward"  # pickle stores a bound method as the module's attribute of this name
@@ -140,9 +141,9 @@ class CompiledRegion:
 
 
 def compute_norm(compiled: Callable[..., Tensor], module: nn.Module, *tensors: Any) -> Any:
-    """Return the norm of x [..., h], computed with the compiled function. Return NotImplemented, so
-    that the module's own forward runs, if the arguments are not x and, for some norms, gates [...,
-    h].
+    """Return the norm of x [..., h], computed with the compiled function. Return NotImplemented for
+    rows of one token, and for arguments other than x and, for some norms, gates [..., h]. The
+    module's own forward then runs.
 
     Args:
         compiled: compiled function of (module, x [n, h], ...).
@@ -158,8 +159,8 @@ def compute_norm(compiled: Callable[..., Tensor], module: nn.Module, *tensors: A
 
 
 def compute_mlp(compiled: Callable[..., Tensor], module: nn.Module, *args: Any) -> Any:
-    """Return the result [..., h] of a gated MLP for x [..., h]. Return NotImplemented, so that the
-    module's own forward runs, if the arguments are not one tensor x.
+    """Return the result [..., h] of a gated MLP for x [..., h]. Return NotImplemented for rows of
+    one token, and for arguments other than one tensor x. The module's own forward then runs.
 
     The product of the activated gate with the up projection is compiled. The Linears are not.
 
@@ -185,8 +186,8 @@ def gate_product(act: Callable[[Tensor], Tensor], *products: Tensor) -> Tensor:
 
 
 def mlp_attribute_names(module: nn.Module) -> tuple[str, ...]:
-    """Return the attribute names of the Linears and of the activation in a gated MLP; () for other
-    modules."""
+    """Return the attribute names of a gated MLP's Linears, and then of its activation, such as
+    ("gate_proj", "up_proj", "down_proj", "act_fn"). Return () for other modules."""
     return next(
         (names for names in (GATED_MLP, FUSED_MLP) if all(hasattr(module, name) for name in names)),
         (),
@@ -204,8 +205,9 @@ class CompiledRotationGlobals(RotationGlobals):
     ) -> Any:
         """Return q [B, H, T, D] and k [B, H_kv, T, D] with rotary embeddings applied.
 
-        If another library has replaced the modeling file's function after `patch`, the replacement
-        runs instead of the compiled code.
+        The modeling file's present function runs instead of the compiled code if another library
+        has replaced that function after `patch`. Rows of one token, and calls with further
+        arguments, run that function too.
         """
         current = self.around[ROTARY]
         four = (q, k, cos, sin)
@@ -336,8 +338,8 @@ def _compilable_part(module: nn.Module) -> Literal["MLP", "norm", "rotation"] | 
 
 
 def treats_tokens_alike(module: nn.Module) -> bool:
-    """True if a norm or an MLP returns the same result when its tokens are passed as [n, h] through
-    `compute_norm` or `compute_mlp`. The function compares both on random numbers on the host.
+    """True if a norm computes each token without the other tokens, or if an MLP computes
+    down(act(gate) * up). The function tests this by value, on random numbers on the host.
     `compile_regions` compiles only such modules."""
     generator = torch.Generator().manual_seed(0)
 

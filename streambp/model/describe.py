@@ -66,11 +66,13 @@ class LayerDescription:
     """Description of one decoder layer for `describe`.
 
     Attributes:
+        name: the layer's name in the model, or "layer" and its index if it was removed.
+        kind: name of the layer's class.
         path: "streams" (chunk by chunk), "checkpoints" (unchunked, under torch's checkpoint),
             "unpatched" (the layer was added after `patch`) or "removed" (the layer is no longer in
             the model).
-        reason: the reason for this path. The reason of a layer that streams is a note on its
-            chunks.
+        reason: the reason for this path. A layer that streams has notes here on extra costs, packed
+            documents and limits on its chunks, or "".
     """
 
     name: str
@@ -84,6 +86,13 @@ class Description:
     """Summary of how a patched model runs; `str()` is a table.
 
     Attributes:
+        layers: descriptions of the decoder layers, in the model's order.
+        chunk_size: text on the setting, and on the size in the last step.
+        saves: names or texts, one for each kind of tensor that layers save for backward.
+        offload: text on tensors that are moved to host memory.
+        attention: text on the kernels that computed attention.
+        head: text on how the output projection and the loss were computed.
+        notes: texts on everything else, for example hooks, fused kernels and adapters.
         last_step: record of the last step; None before the first micro-batch with gradients.
         bypasses_backbone: True if a module other than the backbone (the base model) calls the
             layers in training; such steps have no record.
@@ -151,8 +160,8 @@ def describe(model: nn.Module) -> Description:
     tensors, and everything that costs memory. If an entry cannot be made, its text is the reason.
 
     Args:
-        model: the module that was passed to `patch`, or a module around it. A module inside is
-            accepted if all patched layers are in it.
+        model: the module that was passed to `patch`, or a module around it. A part of that module
+            is accepted if the part contains every module whose forward `patch` replaced.
 
     Raises:
         StreamBPError: the model is not patched, or other parts of the patched model are outside of
@@ -190,8 +199,13 @@ def describe(model: nn.Module) -> Description:
 
 
 def _chunk_size(state: PatchState, record: StepRecord | None) -> str:
-    """Return the configured chunk size as text. The text for "auto" adds the size in the last step,
-    and the rule by which the size is chosen."""
+    """Return the configured chunk size as text. The text for "auto" has the size in the last step,
+    and the rule by which the size is chosen.
+
+    Args:
+        state: state of the model's patch.
+        record: record of the last step; None before the first step.
+    """
     if state.config.chunk_size != "auto":
         no_chunks = record is not None and record.way in (OUTCOME_UNPATCHED, OUTCOME_UNCHUNKED)
         return f"{state.config.chunk_size:,}" + (" where layers stream" if no_chunks else "")
@@ -248,8 +262,14 @@ def _layers(model: nn.Module, state: PatchState) -> tuple[LayerDescription, ...]
 
 
 def _describe_layer(name: str, wrapper: LayerForward) -> LayerDescription:
-    """Return the description of a patched layer. The reason says why the layer runs unchunked. The
-    reason for a chunked layer names extra costs, packed documents, and limits on its chunks."""
+    """Return the description of a patched layer. The field `reason` says why the layer runs
+    unchunked. If the layer runs in chunks, `reason` names extra costs, packed documents and limits
+    on the chunks.
+
+    Args:
+        name: the layer's name in the model.
+        wrapper: the replacement of the layer's forward.
+    """
     layer_state = wrapper.layer_state
     kind = type(wrapper.module).__name__
     last = layer_state.last_call.report
@@ -291,8 +311,16 @@ def _describe_layer(name: str, wrapper: LayerForward) -> LayerDescription:
 
 
 def _saves_texts(state: PatchState, record: StepRecord | None) -> tuple[str, ...]:
-    """Return one text for each kind of tensor that layers save for backward. If saves="auto", the
-    tensors are those chosen for the last step."""
+    """Return texts on the tensors that layers save for backward, such as ("attn_out",).
+
+    The texts are the names in `StreamConfig.saves`. If saves="auto", the texts are about the
+    tensors chosen for the last step, with sizes or with the reason why none is saved. Before the
+    first step, there is a text that says so, or () if saved tensors move to host memory.
+
+    Args:
+        state: state of the model's patch.
+        record: record of the last step; None before the first step.
+    """
     config = state.config
     if config.saves != "auto":
         return config.named_saves
@@ -310,11 +338,15 @@ def _names(record: StepRecord | None) -> tuple[str, ...]:
 
 
 def _describe_attention(state: PatchState, record: StepRecord | None) -> str:
-    """Return text with the configured attention, and the kernels that computed attention in each
-    layer's last chunked call.
+    """Return text on attention for `streambp.describe`: the value of `StreamConfig.attention`, and
+    the kernels that computed attention in the last chunked call of each layer.
 
-    If plain matrix products computed attention, the text has the reason, because other kernels are
-    faster.
+    Plain matrix products are slower than the other kernels. If they computed attention, the text
+    has the reason, or the kind of blocks of queries and keys.
+
+    Args:
+        state: state of the model's patch.
+        record: record of the last step; None before the first step.
     """
     parts: list[str] = [state.config.attention]
     if parts == ["auto"] and not torch.backends.cuda.flash_sdp_enabled():
@@ -351,7 +383,12 @@ def _describe_attention(state: PatchState, record: StepRecord | None) -> str:
 
 def _describe_offload(state: PatchState, record: StepRecord | None) -> str:
     """Return text on offloading: which tensors are moved to host memory, how much host memory is
-    allowed and allocated, and what was chosen for the last step."""
+    allowed and allocated, and what was chosen for the last step.
+
+    Args:
+        state: state of the model's patch.
+        record: record of the last step; None before the first step.
+    """
     manager = state.offloader
     config = state.config
     if manager is None:
@@ -421,11 +458,13 @@ def _describe_offload(state: PatchState, record: StepRecord | None) -> str:
 
 
 def _host_time_text(host: HostChoice | None) -> str:
-    """Return text on the seconds that moving tensors to the host would spare; empty if it would
-    spare none. [Note: host by seconds]
+    """Return text on the seconds that moving saved tensors to the host would spare in each step.
+
+    Return "" unless a move is faster but waits, until the spared seconds exceed the time to pin
+    host memory. [Note: host by seconds]
 
     Args:
-        host: decides if tensors move; None: the settings decide.
+        host: decides in each micro-batch if tensors move; None: the settings decide.
     """
     if host is None or not host.unpaid_seconds:
         return ""
@@ -458,9 +497,13 @@ def _weights_text(weights: HostWeights) -> str:
 
 
 def _fused_layer_lines(state: PatchState) -> list[str]:
-    """Return lines about modules whose forward is another library's (Liger's, for example) or
-    compiled code, one line for each set of modules. Forwards that the program itself has set are
-    included."""
+    """Return lines about modules inside layers whose forward is another library's (Liger's, for
+    example) or compiled code. A line names the modules and the number of layers with such modules.
+    Forwards that the program itself has set are included.
+
+    More lines follow on compiled graphs, and on modules for which the setting `kernels` changes
+    nothing.
+    """
     layers: dict[tuple[str, tuple[str, ...]], int] = {}
     for wrapper in state.wrappers:
         if isinstance(wrapper, LayerForward):

@@ -19,11 +19,11 @@ from streambp.prefixes.calls import IGNORED_LABEL
 
 
 def any_label(labels: Tensor, shift_labels: Tensor | None) -> Tensor:
-    """Return a scalar bool tensor on the labels' device: True if some token has a label, that is,
-    not -100 everywhere. If False, the model returns a loss of 0.
+    """Return a scalar bool tensor on the labels' device: True if some label is not -100. If False,
+    the model returns a loss of 0.
 
     Args:
-        labels: [B, T], to be shifted by the model.
+        labels: [B, T], to be shifted by the model, so that the first label of a row is not used.
         shift_labels: [B, T], already shifted; used in place of `labels` if not None.
     """
     predicted_labels = labels[..., 1:] if shift_labels is None else shift_labels
@@ -31,12 +31,12 @@ def any_label(labels: Tensor, shift_labels: Tensor | None) -> Tensor:
 
 
 class LossOfLabels(torch.autograd.Function):
-    """Autograd function that returns a model's loss, or 0 if no token has a label, where the loss
-    is NaN. The gradient passes unchanged."""
+    """Autograd function that returns a model's loss. A loss that is NaN because no token has a
+    label becomes 0. The gradient passes unchanged."""
 
     @staticmethod
     def forward(loss: Tensor, labelled: Tensor) -> Tensor:
-        """Return the loss, a scalar, or 0 if no token has a label.
+        """Return the loss, a scalar; 0 in place of NaN if no token has a label.
 
         Args:
             loss: the model's loss, a scalar.

@@ -27,10 +27,11 @@ class FusedHead(InstanceForward):
     returns per-token values (TRL's `FusedCausalLMOutput`) instead of logits.
 
     Args:
-        causal: the model's patched forward, which runs all other calls.
+        causal: the model's patched forward, which also runs calls without `fused_lm_head=True`.
         temperature: divisor of the logits.
-        in_float32: compute the output projection's products in float32.
-        outputs: names of the per-token fields to compute.
+        in_float32: True: compute the output projection's products in float32. False: compute them
+            in the precision of the model's own forward.
+        outputs: names of the fields to compute for each token, such as "log_probs" or "entropy".
     """
 
     def __init__(
@@ -75,10 +76,10 @@ class FusedHead(InstanceForward):
         """Return TRL's `FusedCausalLMOutput`.
 
         Args:
-            kwargs: arguments of the model's call.
+            kwargs: arguments of the model's call, with labels.
             output: the model's output without logits.
-            values: the per-token values.
-            request: record of the output projection's input.
+            values: log-probabilities and the other values of each token, for the result.
+            request: record of the output projection's input, for subclasses; not used here.
         """
         from trl.trainer.utils import FusedCausalLMOutput
 
@@ -104,15 +105,19 @@ def add_head(
 ) -> None:
     """Make a patched model accept `fused_lm_head=True`, like TRL's `add_fused_lm_head`.
 
-    If another library replaced the model's forward, TRL's own function is called, because it uses
-    the backbone instead of that forward.
+    If another library replaced the model's forward, TRL's own function is called, because TRL's
+    function runs the backbone instead of that forward.
 
     Args:
         causal: the model's patched forward.
         temperature: divisor of the logits.
-        cast_lm_head_to_fp32: compute the output projection's products in float32.
-        outputs: names of the per-token fields to compute.
+        cast_lm_head_to_fp32: True: compute the output projection's products in float32.
+        outputs: names of the fields to compute for each token, such as "log_probs" or "entropy".
         head_class: the class of the new forward.
+
+    Raises:
+        StreamBPError: another library replaced the model's forward, and `head_class` is a subclass
+            of `FusedHead`.
     """
     from trl.trainer.utils import add_fused_lm_head as add_trls_head
 

@@ -66,8 +66,9 @@ ACTIVATION_OF: dict[str, Callable[..., Any]] = {
 class NoKernelsError(ConfigError):
     """Raised if Liger's kernels cannot be applied to a model.
 
-    Attributes:
-        fault: the reason.
+    Args:
+        fault: the reason, a sentence without its full stop.
+        remedy: advice for the user, in the same form.
     """
 
     def __init__(self, fault: str, remedy: str) -> None:
@@ -80,6 +81,10 @@ class AttributeChange:
     """Record of one changed attribute in a module's `__dict__`: its values before and after.
 
     Attributes:
+        module: the module.
+        name: name of the attribute.
+        old_value: the value before the change; None if the attribute did not exist.
+        new_value: the value after the change.
         was_there: True if the attribute existed before the change.
     """
 
@@ -96,13 +101,15 @@ class InstalledKernels:
     which they can be restored.
 
     Args:
+        changes: the changed attributes, in the order of the changes.
         skipped_classes: names of the classes whose modules keep their own forward, because Liger's
-            forward computes something else.
+            or the compiled forward would compute something else.
         why_own: the reason why kernels="auto" or "compiled" changes no module of a model; None:
-            modules were changed.
-        compiler: compiles the modules' forwards; None: the forwards are Liger's.
-        marks: the attributes that torch's compiler had set on these modules' parameters before the
-            change, by parameter name.
+            there is no such reason.
+        compiler: the `RegionCompiler` that compiles the modules' forwards; None: no forward is
+            compiled.
+        marks: pairs of a changed module and the result of `compilers_marks` for that module, from
+            before its forward ran compiled code.
     """
 
     changes: tuple[AttributeChange, ...] = ()
@@ -147,9 +154,10 @@ def install_kernels(model: nn.Module, adjust: Adjust | None = None) -> Installed
 
     Args:
         model: a transformers model, or a module that contains one; changed in place.
-        adjust: called with each module's previous attributes, while transformers' modeling modules
-            contain Liger's functions, such as its rotary embedding. The function may change
-            attributes of modules, and returns the modules to restore.
+        adjust: called with a dict from each module to its previous attributes, while transformers'
+            modeling modules contain Liger's functions, such as its rotary embedding. `adjust` may
+            change attributes of modules, and returns the modules to restore. None: only modules
+            for which Liger computes something else are restored.
 
     Returns:
         A record of the changed attributes, whose `uninstall` restores the modules.
@@ -327,11 +335,11 @@ class RotationGlobals(dict[str, Any]):
     def apply_rotary(
         self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any
     ) -> Any:
-        """Return q [B, H, T, D] and k [B, H_kv, T, D] with rotary embeddings applied, by Liger's
-        function if it supports the call.
+        """Return q [B, H, T, D] and k [B, H_kv, T, D] with rotary embeddings applied.
 
-        If another library has replaced the modeling file's function since `patch`, its replacement
-        runs instead.
+        Liger's function runs if it supports the call, and otherwise the modeling file's function.
+        If another library has replaced the modeling file's function since `patch`, the replacement
+        runs for every call.
         """
         current = self.around[ROTARY]
         plain = (
@@ -400,8 +408,8 @@ def fused_modules(layer: nn.Module) -> dict[str, list[str]]:
 
 
 def _function_for(causal: PreTrainedModel) -> Callable[..., None]:
-    """Return Liger's function that applies its kernels to models of this `model_type`, such as
-    `apply_liger_kernel_to_llama`."""
+    """Return Liger's function for models with the `model_type` of `causal`, which applies Liger's
+    kernels. An example is `apply_liger_kernel_to_llama`. Raise if Liger has no such function."""
     try:
         with require_library(LIGER):
             table = getattr(

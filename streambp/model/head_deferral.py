@@ -60,6 +60,11 @@ class DeferredForward(InstanceForward):
     The norm's replacement returns a `LazyHidden` that references the norm and its input. The output
     projection's replacement wraps the projection's input in a `LazyHidden` if the norm was not
     replaced.
+
+    Args:
+        module: the final norm or the output projection.
+        request: options of the output projection in this call, which all its placeholders share.
+        is_norm: True if `module` is the final norm.
     """
 
     def __init__(self, module: nn.Module, request: HeadRequest, is_norm: bool = False) -> None:
@@ -121,7 +126,13 @@ class DeferredForward(InstanceForward):
 
 class HeldHead(nn.Module):
     """Module in place of an output projection whose weight ZeRO-3 or FSDP shards, during one call
-    of the model. The weight is gathered once and copied, and the copy is used until backward."""
+    of the model. The weight is gathered once and copied, and the copy is used until backward.
+
+    Args:
+        model: the language model.
+        head: the model's output projection, a direct submodule.
+        request: options of the output projection in this call.
+    """
 
     def __init__(self, model: nn.Module, head: nn.Module, request: HeadRequest) -> None:
         super().__init__()
@@ -259,7 +270,7 @@ class BorrowWeights(torch.autograd.Function):
     def backward(
         ctx: Any, grad: Tensor | None, *grads: Tensor | None
     ) -> tuple[None, Tensor | None]:
-        """Return the gradient of hidden_states [..., h]. Store the gradients of the borrowed
-        parameters' copies for `LendWeights.backward`."""
+        """Return the gradient of hidden_states [..., h] unchanged. Store the gradients of the
+        copies of weight and bias in the `WeightLoan`, where `LendWeights.backward` reads them."""
         ctx.lent.grads = grads
         return None, grad

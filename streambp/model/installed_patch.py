@@ -60,8 +60,8 @@ def find_patch(model: nn.Module) -> tuple[nn.Module, PatchState] | None:
     """Return the module that was passed to `patch`, and the patch's state; None if the model is not
     patched.
 
-    The module is the model itself, a part, or a wrapper around the model (DDP, a DeepSpeed engine).
-    A wrapper counts only if all of its patched layers belong to the model.
+    The module is the model itself, a part of it, or a wrapper around the model (DDP, a DeepSpeed
+    engine). A wrapper counts only if all modules with replaced forwards in it belong to the model.
 
     Raises:
         StreamBPError: the patch also covers layers outside of `model`.

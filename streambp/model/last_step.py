@@ -163,7 +163,8 @@ def _saved_tensors(
 
 
 def moves_to_host(state: PatchState, step: Step) -> bool:
-    """True if saved tensors of a step go to the host, by the settings or by the policy's choice.
+    """True if saved tensors of a step go to the host: by the setting offload="cpu" or "auto", or
+    by a choice for this step.
 
     Args:
         state: the model's patch.
@@ -173,8 +174,8 @@ def moves_to_host(state: PatchState, step: Step) -> bool:
 
 
 def _host_traffic(state: PatchState, step: Step) -> HostTraffic | None:
-    """Return how many bytes `step` moved to host memory and back, for its record; None without
-    offloading."""
+    """Return how many bytes `step` moved to host memory and back, for its record; None if the step
+    moves no saved tensors to the host."""
     if state.offloader is None or not moves_to_host(state, step):
         return None
     stats = state.offloader.stats()

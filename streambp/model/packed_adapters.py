@@ -34,7 +34,8 @@ class PackedActivation:
 
     Attributes:
         module: peft's module.
-        stays: True if `unpatch` leaves the replacement in the module.
+        stays: True if `unpatch` leaves the replacement in the module; False: `unpatch` removes the
+            replacement.
     """
 
     module: Any
@@ -62,14 +63,17 @@ class PackedActivation:
 
 
 def activate_packed(model: nn.Module, stays: bool = False) -> None:
-    """Replace the activation of peft's adapters for weights of experts in 4 bits.
+    """Replace the method of peft's modules that activates adapters, for weights of experts in 4
+    bits. The method of peft adds such an adapter twice, or leaves an adapter out.
 
     Args:
         model: a module that contains peft's modules; changed in place.
-        stays: True if `unpatch` leaves the replacements. The planner counts unpatched steps too.
+        stays: True if `unpatch` leaves the replacements, for the planner, which also predicts
+            unpatched steps. False: `unpatch` removes the replacements.
 
     Raises:
-        UnsupportedModelError: a forward before has left an adapter in a weight.
+        UnsupportedModelError: a forward before `patch` has left an adapter in a weight, because
+            peft's own method does not remove the adapter.
     """
     kinds = expert_kinds()
     for module in model.modules() if kinds else ():
@@ -93,7 +97,8 @@ def activate_packed(model: nn.Module, stays: bool = False) -> None:
 
 
 def deactivate_packed(model: nn.Module) -> None:
-    """Remove what `activate_packed` installed in the modules of a model, unless it stays."""
+    """Remove the replacements that `activate_packed` installed in the modules of a model, except
+    those that were installed with `stays=True`."""
     for module in model.modules():
         activation = vars(module).get(ADAPTER_ACTIVATION)
         if isinstance(activation, PackedActivation) and not activation.stays:

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from streambp.admission.third_party import third_party_reads_rows
-from streambp.distributed.engines import must_agree
+from streambp.distributed.engines import ranks_must_agree
 from streambp.known_names import HIDDEN_STATES, ROUTER_LOGITS
 from streambp.model.callers import computes_its_own_loss, wants_predictions
 from streambp.model.state import PatchState
@@ -25,18 +25,17 @@ def hides_padding(
     of a language model. Rows may then be computed as one packed row without padding.
 
     False, for example, if the call returns hidden states, router logits or an evaluation's logits,
-    or if third-party code runs between backbone and loss. Lazy logits count only if `handed_out`.
+    or if third-party code runs between backbone and loss.
 
     Args:
         model: the language model.
-        state: its patch.
+        state: state of the model's patch.
         kwargs: arguments of the call.
-        handed_out: True if the caller gets lazy logits, and may later read logits at padding. The
-            function then also requires that these logits can be computed later: the final norm must
-            be computed together with the logits, and without collectives. [Note: padding that is
-            read]
+        handed_out: True if the caller gets lazy logits (computed on use), and may read logits at
+            padding. The final norm must then be computed together with the logits, and without
+            collectives; otherwise the result is False. [Note: padding that is read]
     """
-    if handed_out and (state.running.defer_norm is None or must_agree(model)):
+    if handed_out and (state.running.defer_norm is None or ranks_must_agree(model)):
         return False
     config: Any = model.config
     for name, field_config in ((HIDDEN_STATES, config), (ROUTER_LOGITS, config.get_text_config())):

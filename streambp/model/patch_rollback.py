@@ -44,7 +44,12 @@ def restore_on_error(model: nn.Module) -> Iterator[None]:
 
 def _attributes(model: nn.Module, states: list[PatchState]) -> Iterator[dict[str, Any]]:
     """Yield the attribute dictionary (`__dict__`) of each module of the model, and of each object
-    of its patch that `unpatch` changes. `restore_on_error` copies these dictionaries."""
+    of its patch that `unpatch` changes. `restore_on_error` copies these dictionaries.
+
+    Args:
+        model: the model.
+        states: states of the patches that the model has already.
+    """
     modules = dict.fromkeys(model.modules())
     for state in states:
         if state.root is not None:  # a shallow copy of the model shares the patch

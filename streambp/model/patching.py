@@ -56,15 +56,15 @@ class StepPredictor(Protocol):
     `planner/auto.py` has such a class.
 
     Args:
-        home: the patched model.
-        config: its settings.
+        home: weak reference to the patched model.
+        config: settings of the patch.
     """
 
     def __init__(self, home: PatchedModuleRef, config: StreamConfig) -> None: ...
 
     def __call__(self, device: torch.device) -> tuple[StepFigures, float]:
-        """Return the predicted figures of the model's steps on `device`, and the fraction of the
-        model's gradients that exist now."""
+        """Return predictions for the model's steps on `device` (memory, bytes of saved tensors,
+        seconds), and the fraction of the model's gradients that exist now."""
         ...
 
     def room_for_weights(self, device: torch.device, rows: int, length: int) -> float:
@@ -82,8 +82,8 @@ class StepPredictor(Protocol):
 def install(
     model: Model, config: StreamConfig | None = None, states: type[StepPredictor] | None = None
 ) -> Model:
-    """Replace the forwards of a model so that its layers are computed chunk by chunk. After an
-    error the model is as before: unpatched, or with its previous patch.
+    """Replace the forwards of a model so that its layers are computed chunk by chunk. Return the
+    model. After an error the model is as before: unpatched, or with its previous patch.
 
     Args:
         model: a transformers model, or a module that contains one. Changed in place.
@@ -118,8 +118,9 @@ def _install_patch(
     Args:
         model: the model.
         config: the settings.
-        stacks: the decoder layers and language models in it.
-        heads: the `FusedHead` that each language model had before.
+        stacks: the model's backbones with their decoder layers.
+        heads: dict from each language model with a fused head of TRL to this head (`FusedHead`),
+            whose settings the new patch gets.
     """
     if any(hasattr(module, PATCH_ATTRIBUTE) for module in model.modules()) or is_detached(model):
         unpatch(model)
@@ -175,7 +176,7 @@ def _set_auto(state: PatchState, name: str, states: StepPredictor) -> None:
     Args:
         state: the patch's state, which receives these objects.
         name: name of the model in the log.
-        states: class that predicts the memory and the seconds of steps.
+        states: predicts the memory and the seconds of steps.
     """
     config = state.config
     steps = state.steps
@@ -217,7 +218,7 @@ def _make_wrappers(
         state: the patch's state.
         model: the patched model.
         stacks: each backbone with its decoder layers.
-        layers: all decoder layers.
+        layers: all decoder layers. A layer's position in this list is its index in records.
     """
     wrappers: list[InstanceForward] = []
     norms: dict[int, nn.Module] = {}  # final norm of each backbone
@@ -257,8 +258,8 @@ def _make_wrappers(
 
 
 def _check_products(stacks: ModelStacks, config: StreamConfig) -> None:
-    """Check the globs in `config.saves`, such as "mlp.*@12", against the Linears of a model's
-    layers.
+    """Check the globs in `config.saves` against the Linears of a model's layers. For example,
+    "mlp.*@12" selects the Linears whose names match "mlp.*" in the last 12 layers.
 
     Args:
         stacks: the stacks of decoder layers in the model.

@@ -91,7 +91,8 @@ def warn_beyond_positions(
     config: PreTrainedConfig, text: PreTrainedConfig, tokens: Tensor, positions: Tensor | None
 ) -> int:
     """Warn of rows beyond the positions that a model with rotary embeddings was made for. Return
-    the number of tokens of a row up to which no later call needs this function.
+    the number of tokens of a row up to which no later call needs this function. After a warning the
+    result is `UNLIMITED`, so that a model has one warning.
 
     Args:
         config: the configuration of the whole model, which the printed code changes.

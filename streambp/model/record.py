@@ -48,8 +48,8 @@ class SavedTensors:
     Attributes:
         name: the name in `StreamConfig.saves`, or "everything" for a layer's whole autograd graph.
         layers: number of layers that saved the tensors.
-        bytes: total over these layers; None for saves that the user named and for saves on the
-            host, which are not counted.
+        bytes: total over these layers; None if the user named the tensors to save, because their
+            bytes are not counted then.
     """
 
     name: str
@@ -71,8 +71,8 @@ class HostTraffic:
         back: bytes moved back to the device.
         allocated: bytes of allocated host memory.
         stalls: seconds that compute has waited for copies, over all steps since `patch`.
-        left: number of tensors that stayed on the device, because they did not fit into host
-            memory.
+        left: number of tensors that stayed on the device because host memory was full, over all
+            steps since `patch`.
         choice: sentence about the saved tensors that were chosen for the host; None: the user named
             them, or nothing was chosen yet.
     """
@@ -97,7 +97,8 @@ class StepMemory:
         least_free: the fewest free bytes that the device reported; None: unknown.
         peak: peak bytes of torch's allocator on the first layer's device since the last reset;
             None: unknown.
-        let_go: the reason why saved tensors were freed and recomputed; None: all were kept.
+        let_go: the reason why saved tensors were freed before backward used them, and recomputed;
+            None: no saved tensor was freed.
     """
 
     needed: float | None = None
@@ -243,8 +244,8 @@ class StepRecord:
         return f"step {self.number}: {self}{names}; head: {self.head}"
 
     def numbers(self) -> dict[str, float]:
-        """Return the record's values for a Trainer's logs, by log key. Unknown values are left
-        out."""
+        """Return the record's values for a Trainer's logs, by log key, such as "stream_tokens".
+        Unknown values are left out."""
         host = self.host
         saved_bytes = (
             self.needed

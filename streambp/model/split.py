@@ -33,8 +33,8 @@ def find_split(config: PreTrainedConfig, training: bool) -> SplitGroup | None:
         training: True if the model is in training mode.
 
     Raises:
-        UnsupportedModelError: two libraries split the batch, or information that chunked layers
-            need is missing.
+        UnsupportedModelError: two libraries split the batch, or the process group of the library
+            was not found.
     """
     ulysses = find_ulysses(own_implementation(config))
     context = find_context_parallel()
@@ -101,13 +101,14 @@ def shards_of(
         kwargs: arguments of the backbone's forward; position_ids and attention_mask are read.
         tokens: input_ids [B, T] of `kwargs`, or inputs_embeds [B, T, h].
         config: the backbone's config.
-        training: the backbone's mode.
-        layer_states: the records of the patched decoder layers. Layers that save K and V, or
-            attention outputs, exchange other tensors between ranks in backward. So all ranks must have the
-            same number of such layers.
+        training: True if the backbone is in training mode.
+        layer_states: the records of the patched decoder layers. A layer with saved K and V, or with
+            saved attention outputs, may exchange fewer tensors between ranks in backward. All ranks
+            must therefore save these tensors in the same number of layers.
 
     Raises:
-        StreamBPError: ranks have different lengths, or different numbers of such layers.
+        StreamBPError: ranks have different lengths, or save such tensors in different numbers of
+            layers.
     """
     split = find_split(config, training)
     if split is None or tokens is None:

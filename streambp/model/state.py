@@ -55,18 +55,20 @@ class ForwardContext:
     """State that the replaced forwards of one patched model share during one call of the model.
 
     Attributes:
-        bypass: True if the call runs unpatched, because a cache or attention weights are returned.
+        bypass: True while layers run their own forward without chunks. The call returns a cache or
+            attention weights, or its memory suffices without chunks.
         defer_norm: request of the output projection, if the final norm is computed together with
             the logits; None: the final norm runs in the model's forward as usual.
         deferring: the replacement of the final norm's forward while installed.
         shards: the part of each sequence that this rank holds; None: sequences are not split.
         packed_rows: the document boundaries of packed rows, if layers with recurrent states must
-            read these from position_ids.
+            read these from position_ids; None otherwise.
         position_ids: argument of the causal language model's call, stored because Mamba does not
-            pass it on.
-        labels: labels and shift_labels of that call.
+            pass position_ids to its backbone.
+        labels: pair of the arguments labels and shift_labels of the language model's call; None for
+            an argument that was not passed.
         padding_unseen: function that returns True if no value at padding (hidden states, logits)
-            reaches the caller.
+            reaches the caller; None: such values may reach the caller.
         tree: the batch's rows as one packed row without padding, with shared prefixes only once;
             None: rows are computed separately.
         failed: exceptions of layers in the test run that checks if rows can share prefixes; None:
@@ -95,8 +97,8 @@ class ForwardContext:
     is_recomputation: bool = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ForwardContext:
-        """Return a new context, because no forward of the copied model runs. A count during a
-        forward copies the model, and a copy of the batch would stay in device memory."""
+        """Return a new context, because no forward of the copied model runs. The planner copies the
+        model during a forward, and a copy of the batch would stay in device memory."""
         return ForwardContext()
 
 
@@ -106,13 +108,16 @@ class CallHistory:
     once.
 
     Attributes:
-        split: the split of sequences over ranks in the most recent call that had a split.
-        warned_of_padding: True after the warning that a label's gradient differs from eager
-            attention's.
+        split: the split of sequences over ranks in the most recent call that had a split; None: no
+            call had a split.
+        warned_of_padding: True after the warning that left padding predicts a label, whose gradient
+            then differs from eager attention's.
         warned_of_documents: True after the warning that the unpatched model would treat a row as
-            one document.
-        warned_of_trials: True after the warning that hooks ran in test runs of layers.
-        positions_known_to: tokens of a row up to which no warning of its positions is due.
+            one document, although its position_ids restart.
+        warned_of_trials: True after the warning that user hooks also ran when layers were tested on
+            random tokens.
+        positions_known_to: tokens of a row up to which no warning is due that the row exceeds the
+            model's positions.
         unasked_cache: True if a call with gradients ran unpatched because the model's config
             returns a cache.
         given_cache: True if a training call received a cache, and ran unpatched.
@@ -134,6 +139,7 @@ class PatchState:
     """State that all replaced forwards of one patched model share, from `patch` to `unpatch`.
 
     Attributes:
+        config: the user's settings.
         owner: lock of the model, and its current use by a thread. [Note: owner of a step]
         witnesses: comparisons of backward's recomputations with forward. [Note: witness]
         home: weak reference to the module that was passed to `patch` and holds this state.
@@ -143,12 +149,12 @@ class PatchState:
         running: state of the running forward.
         pending: gradients that the loss computed in forward, until backward.
         offloader: moves saved tensors to host memory; None without offloading.
-        steps: records of the model's steps. See `model/steps.py`.
-        saves_policy: decides chunk_size="auto", saves="auto" and offload="auto"; its str() is the
-            rule for chunks.
+        steps: notes on the last micro-batch with gradients, and the records of decoder layers.
+        saves_policy: decides chunk_size="auto", saves="auto" and offload="auto", and its str() is
+            the rule for chunks. None: no setting is decided by the free memory.
         weights: manager of the layers' weights on the host; None: the weights are on the device.
-        unpatched: decides which micro-batches run unpatched; None unless saves="auto". [Note:
-            micro-batches as unpatched]
+        unpatched: decides which micro-batches run unpatched, without chunks, because memory
+            suffices. None: every micro-batch runs in chunks. [Note: micro-batches as unpatched]
         wrappers: all replaced forwards that `unpatch` restores, in the order of their installation.
         history: facts about the calls so far.
         shares_through_cache: True if layers of the unpatched model share keys and values through
@@ -180,17 +186,17 @@ class PatchState:
 
     @property
     def host(self) -> HostChoice | None:
-        """Return the object that decides in each micro-batch if saved tensors move to the host; None
-        if the settings decide."""
+        """Return the object that decides in each micro-batch if saved tensors move to the host;
+        None if the settings decide."""
         if self.saves_policy is None:
             return None
         return self.saves_policy.host
 
     def enter(self, wrapper: InstanceForward) -> None:
-        """Add an object that replaces a module's forward to `wrappers`, and the `LayerState` that it
-        holds to the records of steps and of weights.
+        """Add an object that replaces a module's forward to `wrappers`. If the module is a decoder
+        layer, add the object's `LayerState` to `steps` and `weights` as well.
 
-        Called after the object's installation, or after a module with the object was copied.
+        Called when the object is installed, or after a module with the object was copied.
         """
         self.wrappers.enter(wrapper, operator.attrgetter("order"))
         self.home.enter(wrapper.module)
@@ -201,12 +207,12 @@ class PatchState:
                 self.weights.ranges.layer_states[layer_state.index] = layer_state
 
     def leave_cache_out(self, config: PreTrainedConfig, kwargs: dict[str, Any]) -> None:
-        """Set `use_cache=False` in the arguments of a call, and record if the unpatched call would
-        make a KV cache.
+        """Set `use_cache=False` in the arguments of a call, and record in `running.asked_cache` if
+        the unpatched call would make a KV cache.
 
         Args:
-            config: the config that decides if the arguments do not.
-            kwargs: arguments of the call.
+            config: the model's config, whose `use_cache` counts if the call passes none.
+            kwargs: arguments of the call; changed in place.
 
         Raises:
             UnsupportedModelError: the unpatched call would make a cache, and the model computes
@@ -242,7 +248,7 @@ class PatchState:
             kwargs: arguments of the call.
             config: config of the text model.
             padding_unseen: function that returns True if no value at padding (hidden states,
-                logits) reaches the caller.
+                logits) reaches the caller; None: such values may reach the caller.
         """
         if self.unpatched is None:
             return None
@@ -354,7 +360,7 @@ def finds_other_documents(
 
 def warn_of_documents(layer_states: list[LayerState], unseen: bool, states: bool) -> bool:
     """Warn that patched layers split rows into packed documents where the unpatched model would
-    not. True if a warning was issued.
+    not. Return True if a warning was issued.
 
     Args:
         layer_states: the records of the decoder layers.
@@ -393,8 +399,12 @@ def warn_of_documents(layer_states: list[LayerState], unseen: bool, states: bool
 
 
 def warn_of_trials(layer_states: list[LayerState]) -> bool:
-    """Warn about user hooks inside of layers that also ran in test runs on random tokens. True if a
-    warning was issued. See `admission/third_party.py`."""
+    """Warn about user hooks inside of layers. The first call tests each layer on random tokens, and
+    these hooks ran in the tests as well. Return True if a warning was issued.
+
+    Args:
+        layer_states: the records of the decoder layers.
+    """
     names_by_hook: dict[str, list[str]] = {}
     for layer_state in layer_states:
         for hook, paths in layer_state.tests.hooks_run_in_tests.items():

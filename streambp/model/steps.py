@@ -49,11 +49,16 @@ class Step:
     """Notes on one micro-batch with gradients, from which its record is made.
 
     Attributes:
-        shapes: shape of the tokens [B, T] of each backbone, by the backbone's id().
-        reports: report on each decoder layer's call.
+        number: number of the micro-batch since `patch`, from 1.
+        unpatched: True if the unpatched forward ran, without chunks.
+        shapes: shape (B, T) of the tokens of each backbone, by the backbone's id().
+        reports: report on each decoder layer's call; [] if the unpatched forward ran.
         choice: the tensors to save, or the run of the unpatched forward, that was chosen for the
             micro-batch; None if nothing was chosen.
-        moved_bytes: bytes copied to the host and back since the previous step, by direction.
+        shared: sizes of the batch if common prefixes of its rows were computed once; None: no
+            prefix was shared.
+        moved_bytes: bytes copied since the previous step, by direction: `TO_HOST_QUEUE` or
+            `FROM_HOST_QUEUE`.
         in_backward: True once backward has begun.
         over: True once backward has ended or the next step has begun.
         ooms: number of out-of-memory errors that each device's allocator had counted before
@@ -93,6 +98,7 @@ class Steps:
         layer_states: the records of the model's decoder layers.
         tell: builds the record of the last step for the log; None: nothing is logged.
         name: the model's name in the log.
+        last: notes on the last step; None before the first step.
         unpatched: number of steps that ran unpatched.
         short: number of steps that freed saved tensors before backward used them.
         bypasses_backbone: True if a layer's backward began before any step, because another module
@@ -111,7 +117,7 @@ class Steps:
         self._logged: set[Hashable] = set()
 
     def __getstate__(self) -> Any:
-        """Return the state for copy and pickle, without the records of steps."""
+        """Return the state for copy and pickle: (offloader, tell, name), without any step."""
         return self.offloader, self.tell, self.name
 
     def __setstate__(self, state: Any) -> None:
@@ -144,8 +150,9 @@ class Steps:
         Args:
             backbone: id() of the backbone; a step has one forward of each backbone.
             tokens: input_ids [B, T], or inputs_embeds [B, T, h].
-            shared: rows whose common prefixes were computed once; None: no prefix was shared.
-            unpatched: True if the forward ran unpatched.
+            shared: sizes of the batch if common prefixes of its rows were computed once; None: no
+                prefix was shared.
+            unpatched: True if the unpatched forward ran; False: layers ran chunk by chunk.
         """
         shape = (0, 0) if tokens is None else (tokens.shape[0], tokens.shape[1])
         shapes = {backbone: shape}
@@ -167,11 +174,12 @@ class Steps:
         self.last = Step(number, unpatched, shapes, reports, self._choice(), shared)
 
     def forget_since(self, last: Step | None) -> None:
-        """Remove the record of an unpatched forward that ended without a result. The batch is
-        computed again, in chunks.
+        """Remove the notes on an unpatched forward whose result is not used, because the batch is
+        computed again in chunks.
 
         Args:
-            last: the record of the step before; None: the model has made no step.
+            last: notes on the step before that forward, stored in `self.last` again; None: there
+                was no step before.
         """
         self.last = last
 
@@ -206,9 +214,9 @@ class Steps:
                 return
 
     def last_decided_step(self) -> Step | None:
-        """Return the record of the last step, or None before the first step. If an unpatched step
-        is still in progress, the choice in its record is updated first, because forward may end
-        before the choice is made."""
+        """Return the notes on the last step, or None before the first step. If an unpatched step is
+        still in progress, its `choice` is updated first, because forward may end before the choice
+        is stored."""
         step = self.last
         # forward may end before the choice
         if step is not None and step.unpatched and not step.over:
@@ -217,7 +225,7 @@ class Steps:
 
     def start_backward(self, device: torch.device) -> None:
         """Record the start of a backward on `device`: the backward of a layer, or of a forward that
-        ran unpatched."""
+        ran unpatched. The first such call in a step registers a callback for backward's end."""
         step = self.last
         if step is None:
             self.bypasses_backbone = True
@@ -232,9 +240,9 @@ class Steps:
             Variable._execution_engine.queue_callback(_BackwardEndCallback(self, step))  # type: ignore[attr-defined]
 
     def settle(self) -> None:
-        """Mark the last step as ended, and add it to the counts. Log a line if the step ran in a
-        way that was not logged before. Called when the step's backward ends, or else when the next
-        step begins."""
+        """Mark the last step as ended, and add the step to `unpatched` and `short`. Log a line if
+        the step ran in a way that was not logged before. Called when the step's backward ends, or
+        else when the next step begins."""
         step = self.last
         if step is None or step.over:
             return
@@ -281,7 +289,7 @@ class _BackwardEndCallback:
     """Callback by which autograd's engine marks a step as ended, at the end of the step's backward.
 
     If backward fails, the engine frees the callback without a call. The callback's finalizer then
-    warns with advice, if memory ran out and the error itself has no advice.
+    warns with advice on memory, if memory ran out and the error itself has no advice.
     """
 
     def __init__(self, steps: Steps, step: Step) -> None:

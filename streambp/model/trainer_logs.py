@@ -20,16 +20,27 @@ class StreamCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
     """Trainer callback that adds numbers of the last step (`last_step(model)`) to the training
     logs.
 
-    The added keys are `stream_tokens`, `stream_chunks`, `stream_chunk_size`, `stream_kept_gib`,
-    `stream_free_gib`, `stream_peak_gib`, `stream_host_gib`, `stream_shared_tokens` and
-    `stream_whole_layers`. A key is absent if its value is unknown. Three more keys cover the steps
-    since the previous log. `stream_unpatched` is the fraction of micro-batches that ran unpatched.
-    `stream_let_go` is the number of micro-batches that freed saved tensors. `stream_stall_s` is the
-    time in seconds that compute waited for copies. Other log entries stay the same, and no
-    exception is raised. Models that are not patched add nothing.
+    The callback adds the following keys. The last three cover the steps since the previous log.
 
-    Each Trainer that is made after `streambp.patch` has one, and a model that is patched later
-    needs `StreamCallback.add_to(trainer)`. Passing an instance in `callbacks` changes nothing more.
+        stream_tokens           tokens over all rows
+        stream_chunks           number of chunks
+        stream_chunk_size       tokens of each row in one chunk
+        stream_kept_gib         saved tensors, 0 if they were freed before backward used them
+        stream_free_gib         device memory that a step without saved tensors leaves free
+        stream_peak_gib         peak of the allocator's device memory so far
+        stream_host_gib         tensors moved to host memory
+        stream_shared_tokens    computed tokens of rows with common prefixes
+        stream_whole_layers     layers that ran unchunked, under gradient checkpointing
+        stream_unpatched        fraction of micro-batches that ran unpatched
+        stream_let_go           micro-batches that freed saved tensors before backward used them
+        stream_stall_s          seconds that compute waited for copies
+
+    A key is absent if its value is unknown. Other log entries stay the same, and no exception is
+    raised. Models that are not patched add nothing.
+
+    Each Trainer that is made after `streambp.patch` has a `StreamCallback`. If the model is patched
+    after its Trainer is made, call `StreamCallback.add_to(trainer)`. A second `StreamCallback` of
+    the same Trainer, passed in `callbacks`, adds nothing.
     """
 
     def __init__(self) -> None:
@@ -68,7 +79,15 @@ class StreamCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
         **kwargs: Any,
     ) -> None:
         """Add the numbers of the last step to `logs`, and to the copy of `logs` in the Trainer's
-        history."""
+        history. Logs without a training loss are left unchanged.
+
+        Args:
+            args, control, kwargs: further arguments of `TrainerCallback.on_log`, which are not
+                used.
+            state: the Trainer's state, with the history of logs.
+            logs: the log entries by name; changed in place.
+            model: the Trainer's model.
+        """
         try:
             if not isinstance(logs, dict) or LOSS_KEY not in logs:
                 return
@@ -128,9 +147,9 @@ def _last_step(model: Any) -> StepRecord | None:
 
 
 def _counts(record: StepRecord | None) -> tuple[float, float, float, float]:
-    """Return four numbers of a record: all steps, unpatched steps, steps that freed saved tensors
-    early, and the seconds for which compute waited for copies. `on_log` logs their growth since the
-    previous log."""
+    """Return four totals since `patch`: all steps, unpatched steps, steps that freed saved tensors
+    early, and the seconds for which compute waited for copies. Return zeros if the record is None.
+    `on_log` logs the growth of these numbers since the previous log."""
     if record is None:
         return 0.0, 0.0, 0.0, 0.0
     stalls = 0.0 if record.host is None else record.host.stalls

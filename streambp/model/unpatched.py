@@ -82,7 +82,7 @@ SCORE_BYTES, MASK_BYTES = (
 LOGIT_BYTES = 16  # bytes of a logit and its gradient, in the model's dtype and float32, and 4 more
 # Used with map over all layers, because each step of a generator is a call.
 GET_INDEX, GET_HEADS, GET_SEEN_WRITING = map(
-    operator.attrgetter, ("index", "last_call.sdpa.heads", "seen_writing")
+    operator.attrgetter, ("index", "last_call.sdpa.heads", "searched_for_writes")
 )
 T = TypeVar("T")
 
@@ -98,6 +98,7 @@ class UnpatchedRuns:
     forward, without chunks and recomputation. [Note: micro-batches as unpatched]
 
     Args:
+        config: the user's settings.
         saves_policy: predicts the bytes of each layer's graph, and the free bytes.
         steps: notes on the model's steps, with the records of its layers.
 
@@ -134,7 +135,8 @@ class UnpatchedRuns:
         packs: Callable[[], bool],
     ) -> T | None:
         """Call `run` and return its result, if the memory that the micro-batch's graph needs is
-        free, with a guard. Return None if the micro-batch must be computed chunk by chunk.
+        free, and a fifth of the free memory remains. Return None if the micro-batch must be
+        computed chunk by chunk.
 
         Args:
             run: the unpatched model's forward.
@@ -202,11 +204,12 @@ class UnpatchedRuns:
         return result
 
     def watch_draws(self, run: Callable[[], T], device: torch.device) -> T:
-        """Call `run`, and note if it drew random numbers; no later micro-batch then runs unpatched,
-        because streamed attention draws other dropout masks than torch's.
+        """Call `run` and return its result. Record in `drew` if it drew random numbers. No later
+        micro-batch then runs unpatched, because attention in chunks draws other dropout masks than
+        torch's.
 
         Args:
-            run: a streamed forward without gradients.
+            run: a forward in chunks and without gradients.
             device: device of the forward.
         """
         if self.drew:
@@ -249,8 +252,9 @@ class UnpatchedRuns:
         )
 
     def _can_run(self, inputs: Tensor, config: PreTrainedConfig) -> bool:
-        """True if nothing but the free memory says that the micro-batch must be streamed, and the
-        unpatched forward gives the same numbers.
+        """True if the micro-batch may run unpatched, provided that the memory suffices. The memory
+        is checked afterwards. False, for example, before the first call in chunks, and if the
+        unpatched forward would give other numbers than the chunks.
 
         Args:
             inputs: input_ids [B, T] or inputs_embeds [B, T, h].

@@ -117,8 +117,8 @@ def warm_up(model: nn.Module, **inputs: Any) -> None:
 
 
 def _earlier_warm_up(layers: list[LayerForward]) -> WarmUp:
-    """Return the state that an earlier `warm_up` left on these layers, if that state is still in
-    effect; otherwise a new state."""
+    """Return the state that an earlier `warm_up` left on these layers (`WarmUp`). Return a new
+    state if there is none, or if a later hook has modified a value since."""
     for wrapper in layers:
         warm_up_record = wrapper.layer_state.tests.warm_up
         if warm_up_record is not None and warm_up_record.on:

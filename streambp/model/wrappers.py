@@ -84,7 +84,10 @@ class LayerForward(InstanceForward):
     backbone decided that this call runs unpatched.
 
     Args:
-        final_norm: the final norm, if this is the last layer before it; the loss may compute that
+        module: the decoder layer.
+        state: state that all replaced forwards of the patched model share.
+        index: index of the layer among all decoder layers of the patched model.
+        final_norm: the backbone's final norm, if this is the last layer; the loss may compute the
             norm block by block. None for other layers.
     """
 
@@ -112,15 +115,16 @@ class LayerForward(InstanceForward):
         self.leaf: RemovableHandle | None = None
 
     def install(self) -> None:
-        """Replace the layer's forward, and mark the layer as a ZeRO-3 leaf module, so that
-        DeepSpeed gathers all of its weights at once. See `distributed/engines.py`."""
+        """Replace the layer's forward, and mark the layer as a ZeRO-3 leaf module. DeepSpeed then
+        gathers all weights of the layer at once, and not again for each chunk."""
         super().install()
         setattr(self.module, Z3_LEAF, True)
         self.meet_engine()
 
     def meet_engine(self) -> None:
         """Register a forward pre-hook that makes the layer's input require a gradient, if DeepSpeed
-        is imported.
+        is imported. Otherwise DeepSpeed's backward hook would reduce the layer's gradients too
+        early. A layer gets the hook once.
 
         The hook would only slow calls down if DeepSpeed is absent.
         """
@@ -153,8 +157,8 @@ class LayerForward(InstanceForward):
                 )
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the layer's output, computed chunk by chunk unless this call must run
-        unpatched."""
+        """Return the layer's output, computed chunk by chunk, or by the layer's own forward if this
+        call must run unpatched (with a cache, for example)."""
         if self.retired:
             return self.original(*args, **kwargs)
         unpatched = self.state.unpatched
@@ -248,8 +252,14 @@ class LayerForward(InstanceForward):
 
 class BackboneForward(InstanceForward):
     """Replacement of the forward of a backbone, the module that runs the decoder layers
-    (`LlamaModel`, for example). Decides if a call runs chunk by chunk. Such a call runs without
-    cache and mask arguments."""
+    (`LlamaModel`, for example). Decides if a call runs chunk by chunk. Such a call makes no KV
+    cache.
+
+    Args:
+        module: the backbone.
+        state: state that all replaced forwards of the patched model share.
+        layers: the backbone's decoder layers.
+    """
 
     def __init__(
         self, module: PreTrainedModel, state: PatchState, layers: tuple[nn.Module, ...]
@@ -276,8 +286,8 @@ class BackboneForward(InstanceForward):
         setattr(self.module, REPLICATE, refuse_replicas)
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the backbone's output. The layers are computed chunk by chunk, or run
-        unpatched."""
+        """Return the backbone's output. The layers are computed chunk by chunk, or by their own
+        forwards if this call must run unpatched (with a cache, for example)."""
         if self.retired:
             return self.original(*args, **kwargs)
         if args:
@@ -301,7 +311,7 @@ class BackboneForward(InstanceForward):
             try:
                 if context.bypass:
                     if self.prefixes is not None:
-                        self.prefixes.stand_aside(kwargs)
+                        self.prefixes.decline_sharing(kwargs)
                     return self.original(**kwargs)
                 for layer in self.layers:
                     # Trainer enables checkpointing at the start of training. In transformers up to
@@ -356,8 +366,8 @@ class BackboneForward(InstanceForward):
                     context.deferring = None
 
     def _note(self, tokens: Any) -> None:
-        """Record, for `describe`, a call that was computed chunk by chunk. Warn of packed documents
-        and of user hooks that its layers found.
+        """Record, for `describe`, a call that was computed chunk by chunk. Warn, once each, if the
+        unpatched model would ignore packed documents, and if user hooks ran in tests of layers.
 
         Args:
             tokens: input_ids [B, T], or inputs_embeds [B, T, h].
@@ -393,8 +403,9 @@ class BackboneForward(InstanceForward):
             )
 
     def _run_unpatched(self, kwargs: dict[str, Any]) -> Any:
-        """Run the model's own forward unpatched, and return its output. Return None if this
-        training micro-batch must be computed chunk by chunk. [Note: micro-batches as unpatched]"""
+        """Run the model's own forward unpatched, and return its output. Return None outside of
+        training, and if this micro-batch must be computed chunk by chunk. [Note: micro-batches as
+        unpatched]"""
         if not (self.module.training and torch.is_grad_enabled()):
             return None
 
@@ -425,7 +436,8 @@ class BackboneForward(InstanceForward):
 
         Args:
             kwargs: arguments of the backbone's forward.
-            padding_unseen: returns True if no value at padding reaches the caller.
+            padding_unseen: returns True if no value at padding reaches the caller; None: such
+                values may reach the caller.
         """
         labels = self.state.running.labels
         return self.prefixes is not None and self.prefixes.saves(
@@ -592,8 +604,8 @@ class BackboneForward(InstanceForward):
             layer.gradient_checkpointing = True  # type: ignore[assignment]
 
     def _check(self, kwargs: dict[str, Any], tokens: Any) -> None:
-        """Raise if the call cannot be computed chunk by chunk. Warn of rows beyond the model's
-        positions.
+        """Raise StreamBPError if the call cannot be computed chunk by chunk. Warn of rows beyond
+        the model's positions.
 
         Args:
             kwargs: arguments of the backbone's forward.

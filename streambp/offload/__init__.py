@@ -17,7 +17,8 @@ def manager_of(model: nn.Module) -> OffloadManager:
         model: a patched model, a module around the model, or a patched part.
 
     Raises:
-        StreamBPError: the patch does not offload tensors, or did not until now.
+        StreamBPError: the patch does not offload tensors, or offload="if_faster" has not moved any
+            tensor until now.
     """
     for module in model.modules():
         for state in (

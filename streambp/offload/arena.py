@@ -21,19 +21,21 @@ HOST_MEMORY_ERROR = re.compile(
 
 def padded(size: int) -> int:
     """Return the bytes that a tensor of `size` bytes occupies in a stack of host memory: `size`,
-    rounded up to the alignment."""
+    rounded up to a multiple of 64 bytes (ALIGNMENT_BYTES)."""
     return -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 @dataclasses.dataclass(eq=False)
 class BufferStack:
-    """Host memory that is allocated range after range and freed all at once, like a stack.
+    """Host memory that is allocated range after range and freed all at once, like a stack. A full
+    stack grows by another segment of memory.
 
     Attributes:
-        kind: purpose of the stack; stacks of one kind grow to similar sizes.
-        segments: the memory.
+        kind: purpose of the stack, such as "micro-batch". Stacks of the same kind grow to similar
+            sizes.
+        segments: the memory, as tensors [bytes] in uint8.
         size: bytes of all segments.
-        used_bytes: allocated bytes.
+        used_bytes: bytes of the allocated ranges.
         last_uses: dict from (engine, queue) to the event of the last copy that read or wrote this
             memory. A copy that overwrites the memory must wait for all of these events (wait 5 of
             [Note: offload order]).
@@ -73,7 +75,7 @@ class BufferStack:
 @dataclasses.dataclass(eq=False)
 class Arena:
     """Pool of host memory within a budget. Memory is borrowed as stacks (`BufferStack`), and a
-    returned stack is reused for the next request of its kind.
+    returned stack is reused for the next request with the same purpose (`BufferStack.kind`).
 
     Args:
         limit: budget in bytes.
@@ -81,7 +83,7 @@ class Arena:
         settle: function that waits until no copy accesses host memory any more.
 
     Attributes:
-        allocated: bytes of all stacks.
+        allocated: bytes of all stacks, borrowed or free.
         system_error: error text of the system, if the last call of `grow` failed within the budget;
             None otherwise.
     """
@@ -95,21 +97,27 @@ class Arena:
 
     @property
     def idle(self) -> int:
-        """Return the bytes of all free stacks."""
+        """Return the bytes of all stacks that are not borrowed."""
         return sum(stack.size for stack in self._free)
 
     def largest_idle(self, kind: str) -> int:
-        """Return the bytes of the stack that `take` would return; 0 if the stack would be new.
+        """Return the bytes of the stack that `take` would return, or 0 if the stack would be new.
+        If several stacks of this kind are free, the stack that came back last counts. Others may be
+        larger.
 
         Args:
-            kind: kind of the stack.
+            kind: purpose of the stack (`BufferStack.kind`).
         """
         sizes = [stack.size for stack in self._free if stack.kind == kind]
         return sizes[-1] if sizes else 0
 
     def take(self, kind: str = "") -> BufferStack:
-        """Return a free stack of this kind and remove it from the pool; the stack that came back
-        last is taken first. If the pool has no such stack, return a new stack without memory."""
+        """Return a free stack of this kind and remove the stack from the pool. The stack that came
+        back last is taken first. If the pool has no such stack, return a new stack without memory.
+
+        Args:
+            kind: purpose of the stack (`BufferStack.kind`).
+        """
         for stack in reversed(self._free):
             if stack.kind == kind:
                 self._free.remove(stack)
@@ -126,8 +134,12 @@ class Arena:
         """Add `size` bytes of memory to a stack, and return True. Return False, with the stack
         unchanged, if the budget or the system refuses.
 
-        Free stacks of the pool are released first if the budget is short. `system_error` contains
-        the system's error text.
+        Free stacks of the pool are released first if the budget is short. If the system refused
+        memory within the budget, `system_error` contains the system's error text.
+
+        Args:
+            stack: the stack.
+            size: number of bytes.
         """
         self.system_error = None
         if self.allocated + size > self.limit and self._free:

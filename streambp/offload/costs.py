@@ -32,11 +32,14 @@ ATTENTION_SECONDS_RATIO = (
 
 
 def saves_name(name: str) -> str:
-    """Return the name that `StreamConfig.saves` uses for a tensor in the storage of what a layer
-    saves: "kv" for "k.0", "mlp.up_proj" for "product.mlp.up_proj#0".
+    """Return the name in `StreamConfig.saves` for a tensor that a layer has stored for backward:
+    "kv" for "k.0", "mlp.up_proj" for "product.mlp.up_proj#0".
 
     The result is "x" for tensors that backward cannot recompute: the layer's input, recurrent
     states, and the keys that an indexer picked.
+
+    Args:
+        name: name under which the tensor is stored.
     """
     kind, _, suffix = name.partition(".")
     if kind == "product":
@@ -79,8 +82,9 @@ class Cost:
         attn_out: bytes of attention outputs with their logsumexps.
         kv: bytes of keys and values.
         attention_flops: FLOPs of attention in a forward.
-        products: outputs of Linears, by name.
-        overwritten: names that cannot be saved, because a layer overwrites the tensor.
+        products: outputs of Linears, by the Linear's name in the layer.
+        overwritten: names of tensors that cannot be saved, because the layer overwrites them in
+            place.
     """
 
     x: float = 0
@@ -129,7 +133,11 @@ class LayerCost(NamedTuple):
     `tokens` tokens over all rows, with `length` tokens in each row.
 
     Attributes:
+        device: the layer's device.
+        cost: bytes and FLOPs of the tensors that the layer may save.
         graph: bytes of the layer's autograd graph; 0: unknown.
+        tokens: tokens over all rows.
+        length: tokens of each row.
         situations: number of kinds of backward (with frozen weights, without) that have run. `cost`
             leaves out the Linear outputs that no kind reads.
     """
@@ -158,13 +166,14 @@ class LayerCost(NamedTuple):
         return Cost(x, attn_out, kv, flops, products, cost.overwritten)
 
     def graph_candidate(self, index: int, tokens: int, options: list[Candidate]) -> Candidate:
-        """Return the autograd graph of layer `index` as one candidate, which holds all of the
-        layer's other candidates.
+        """Return the autograd graph of layer `index` as one tensor to save (`Candidate`). A saved
+        graph contains all tensors that the layer may save one by one.
 
         Args:
             index: index of the layer.
             tokens: tokens over all rows.
-            options: the other candidates.
+            options: the tensors that the layer may save one by one. The graph spares their FLOPs
+                together.
         """
         size = self.graph * tokens / self.tokens
         spared = sum(option.bytes * option.flops_per_byte for option in options)
@@ -182,7 +191,7 @@ class LayerCost(NamedTuple):
             tokens: tokens over all rows.
             length: tokens of each row.
             is_unchunked: True if the call is one chunk. "kv" is then left out: backward recomputes
-                the chunk's K and V with its graph in any case.
+                the chunk's K and V with its graph in any case. False: the call has several chunks.
         """
         cost = self.scaled_to(tokens)
         flops_per_byte = {
@@ -212,12 +221,20 @@ class ObservedCosts:
     layer may save, and times.
 
     Args:
+        device: the layer's device.
         tokens: tokens over all rows.
         length: tokens of each row.
         chunks: number of chunks.
         unread: dict from kinds of backward (with frozen weights or without) to Linear outputs that
             backward never reads; filled by the layer's backward.
         engine: provides the clock that times the chunks; None: no timing.
+
+    Attributes:
+        costs: bytes and FLOPs of each chunk whose forward has ended.
+        graph: bytes of the autograd graphs of all chunks, as backward builds them.
+        marks: device times at the start of forward and at the end of each chunk.
+        attention: device times (start, end) of each chunk's attention, if attention is timed by
+            itself.
     """
 
     device: torch.device
@@ -233,11 +250,12 @@ class ObservedCosts:
     attention: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
 
     def clock(self) -> Any:
-        """Return the device time; None if chunks are not timed."""
+        """Return the current device time, for `mark_attention`; None if chunks are not timed."""
         return None if self.engine is None else self.engine.clock()
 
     def mark_attention(self, began: Any) -> None:
-        """Record that a chunk's attention ends.
+        """Record the device times at which a chunk's attention began and, now, ends. Does nothing
+        if chunks are not timed.
 
         Args:
             began: result of `clock` when the attention began.
@@ -288,12 +306,15 @@ class ObservedCosts:
 
 
 def attention_rate(layers: Iterable[ObservedCosts]) -> float:
-    """Return the FLOP/s of attention, estimated from the times of a layer's chunks. The rate
+    """Return the FLOP/s of attention, estimated from the times of the layers' chunks. The rate
     decides if attention outputs are copied to the host or computed again.
 
     Causal chunks differ only in the number of keys that they attend to, so the increase of their
     times is attention's. A layer whose chunks all read the same keys has timed its attention by
     itself.
+
+    Args:
+        layers: measurements of each layer's forward.
 
     Returns:
         The rate; infinity if later chunks take no longer.
@@ -323,16 +344,16 @@ def attention_rate(layers: Iterable[ObservedCosts]) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class ForwardMeasurement:
-    """Measurements of one forward pass of the model, from which saved tensors on the host are
-    chosen.
+    """Measurements of one forward pass of the model. The policy chooses by these numbers which
+    saved tensors are copied to the host.
 
     Attributes:
         tokens: tokens over all rows.
         length: tokens of each row.
-        seconds: compute time of the layers.
-        link: bytes/s to the host.
+        seconds: compute time of all layers.
+        link: bytes/s of copies to the host.
         attention: FLOP/s of attention.
-        host: host bytes available for saved tensors.
+        host: bytes of host memory available for saved tensors.
     """
 
     tokens: int
@@ -354,6 +375,8 @@ class SavesChoice:
         chunk: tokens of each chunk over all rows.
         headroom: bytes available for saved tensors on the device and on the host, after the layers'
             inputs and all other needs of the step.
+        plan: tensors that each layer saves, by the layer's index; an argument of the constructor
+            alone.
         measured: the measured forward behind the choice, if saved tensors are copied to the host;
             None: saved tensors stay on the device.
         inputs: bytes of the layers' inputs under offloading, not part of `bytes`; 0 without
@@ -363,6 +386,8 @@ class SavesChoice:
         min_free_bytes: smallest number of free bytes on the device during the micro-batch.
         drop_reason: the reason why all saved tensors were freed before their backward; None: no
             tensor was freed.
+        spared: computation that backward is spared, in FLOPs of matrix products; attention's FLOPs
+            are converted by their time.
         bytes: bytes that all layers save, by name of the tensor.
         layers: number of layers that save the tensor, by name of the tensor.
     """
@@ -383,7 +408,9 @@ class SavesChoice:
     layers: dict[str, int] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self, plan: dict[int, list[Candidate]]) -> None:
-        """Sum the chosen tensors of all layers by name, most useful first.
+        """Sum the bytes of all layers' saved tensors by name (`bytes`), count the layers (`layers`)
+        and sum the spared FLOPs (`spared`). Names are in order of the FLOPs that a saved byte
+        spares, most first.
 
         Args:
             plan: tensors that each layer saves, by the layer's index.
@@ -410,7 +437,7 @@ class UnpatchedChoice:
 
     Attributes:
         tokens: tokens over all rows.
-        bytes: predicted bytes of its graphs and logits.
+        bytes: predicted bytes of the micro-batch's autograd graphs and logits.
         headroom: bytes that a chunked step without saved tensors leaves free.
     """
 
@@ -423,10 +450,10 @@ MicroBatchChoice = SavesChoice | UnpatchedChoice
 
 
 def was_moved(choice: MicroBatchChoice | None) -> bool:
-    """True if saved tensors of a micro-batch went to the host by the policy's choice.
+    """True if saved tensors of a micro-batch were copied to the host, as saves="auto" chose.
 
     Args:
-        choice: the choice for the micro-batch.
+        choice: the choice for the micro-batch; None: no choice was made.
     """
     return isinstance(choice, SavesChoice) and choice.measured is not None
 
@@ -478,7 +505,8 @@ class HostStepFigures:
         products: FLOP/s of matrix products.
         attention: FLOP/s of attention's forward.
         link: bytes/s to the host.
-        set_aside: bytes of host memory that an engine will take.
+        set_aside: bytes of host memory that a training engine (DeepSpeed) will allocate, and that
+            saved tensors must leave free.
     """
 
     need: MemoryNeed
@@ -495,15 +523,17 @@ class StepFigures:
     mode).
 
     Attributes:
-        need: memory of a step; None: unknown.
-        costs: bytes and FLOPs of each layer's saved tensors, by index. Measured steps correct them.
+        need: device memory of a step without saved tensors; None: unknown.
+        costs: bytes and FLOPs of the tensors that each layer may save, by the layer's index.
+            Measured steps correct them.
         seconds: maps (tokens, tokens of a chunk) to seconds of a step without saved tensors; None:
             unknown.
         products: FLOP/s of matrix products.
         link: bytes/s to the host.
-        why: the reason why figures are missing.
-        on_host: function that returns figures of steps with layer inputs on the host; None if such
-            steps cannot be counted. None in place of the function: nothing may move.
+        why: the reason why predictions are missing; "" if no reason is known.
+        on_host: function that returns predictions for steps with layer inputs on the host, or None
+            if such steps cannot be counted. None in place of the function: no tensor may move to
+            the host.
     """
 
     need: MemoryNeed | None = None
@@ -552,12 +582,13 @@ class Shortage:
     that similar micro-batches leave free.
 
     Attributes:
-        key: tokens of a step and of a chunk, and what else tells similar micro-batches.
+        key: equal for similar micro-batches: tokens of a step and of a chunk. If saved tensors move
+            to the host, the key also has the length of a row and `policy.HOST_MARGIN_KEY`.
         headroom: bytes available for saved tensors.
         planned: bytes of the tensors planned to be saved.
         planned_by_layer: the bytes in `planned` by layer index.
         shortfall: largest shortfall in bytes; a negative number of bytes stayed free.
-        saves_dropped: True if the saved tensors were freed.
+        saves_dropped: True if the saved tensors were freed before their backward.
         failed: True if the device ran out of memory.
         margin: bytes that the next similar micro-batch leaves free, in addition to those that its
             prediction leaves free.
@@ -604,8 +635,10 @@ class BatchSaves:
         expected: free bytes planned for the start of the next layer.
         slack: shortfall of free memory, in bytes, up to which nothing is changed.
         chunk_bytes: bytes that a chunk needs free; -infinity if nothing is saved.
-        shortage: memory that the micro-batch lacked; None if nothing is saved.
-        retries: number of retries of the device's allocator before the micro-batch.
+        shortage: record of the memory that the micro-batch lacks compared with `plan`; None if
+            nothing is saved.
+        retries: number of failed allocations of torch's allocator (`num_alloc_retries`) when the
+            micro-batch began.
         others_are_seen: True if the reported free memory includes changes by other processes.
     """
 

@@ -116,8 +116,8 @@ class CountedPackedLinear(nn.Module):
 
 
 class CountedPackedWeight(nn.Module):
-    """Base class of parametrizations of 4-bit weights that take the place of bitsandbytes' when
-    memory and FLOPs are counted on meta or fake tensors.
+    """Base class of parametrizations of 4-bit weights that take the place of bitsandbytes'
+    parametrizations when memory and FLOPs are counted on meta or fake tensors.
 
     Attributes:
         dtype: dtype of the decoded weight.
@@ -128,7 +128,11 @@ class CountedPackedWeight(nn.Module):
 
 def decoded_weight(module: Any) -> Tensor:
     """Return the dequantized weight [out, in] of a bitsandbytes Linear; cached if a `DecodedLinear`
-    replaces its forward."""
+    replaces its forward. A `CountedPackedLinear` returns a meta or fake tensor.
+
+    Args:
+        module: a Linear of bitsandbytes with a 4-bit weight, or a `CountedPackedLinear`.
+    """
     if isinstance(module, CountedPackedLinear):
         return module.decoded()
     stands = vars(module).get(FORWARD)

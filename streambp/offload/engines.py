@@ -76,7 +76,7 @@ class DeviceMemory:
 
     Attributes:
         allocated: bytes allocated now.
-        peak: largest number of allocated bytes.
+        peak: largest number of allocated bytes since the last reset of torch's statistics.
         limit: bytes available to this process in total.
     """
 
@@ -86,8 +86,9 @@ class DeviceMemory:
 
 
 class Engine:
-    """Copies tensors between a device and host memory, in queues. This base class copies at once,
-    on the calling thread.
+    """Copies tensors between a device and host memory, in queues. A queue is a sequence of work,
+    like a CUDA stream: computation (`COMPUTE_QUEUE`), copies to the host (`TO_HOST_QUEUE`) and
+    copies to the device (`FROM_HOST_QUEUE`). This base class copies at once, on the calling thread.
 
     The base class serves models on the CPU. Offloading frees no memory there, but can be tested.
 
@@ -128,8 +129,14 @@ class Engine:
         return None
 
     def wait(self, queue: str, event: Any) -> None:
-        """Make a queue wait for an event before its later work. `HOST_QUEUE` is the calling
-        thread, which is blocked until the event completes."""
+        """Make a queue wait for an event before its later work. `HOST_QUEUE` is the calling thread,
+        which is blocked until the event completes. This base class does nothing, because its copies
+        are done at once.
+
+        Args:
+            queue: `COMPUTE_QUEUE`, `TO_HOST_QUEUE`, `FROM_HOST_QUEUE` or `HOST_QUEUE`.
+            event: result of `record`; None: no event to wait for.
+        """
 
     def settle(self) -> None:
         """Wait, on the calling thread, until all copies are done."""
@@ -145,8 +152,9 @@ class Engine:
         self._spent[STALL_PREFIX + queue] += seconds  # the copy blocks compute
 
     def rate(self, queue: str) -> float | None:
-        """Return the bytes/s of the finished copies of a queue; None before enough bytes were
-        copied to tell. The call does not wait for the device."""
+        """Return the bytes/s of the finished copies of a queue (`TO_HOST_QUEUE` or
+        `FROM_HOST_QUEUE`); None while too few bytes were copied for a reliable number. The call
+        does not wait for the device."""
         copied = self._copied[queue]
         spent = self._spent[queue]
         return copied / spent if copied >= MIN_RATED_BYTES and spent else None
@@ -164,8 +172,9 @@ class Engine:
         """
 
     def queue_seconds(self) -> dict[str, float]:
-        """Return the seconds by name, for `OffloadManager.stats`: copies to the host, copies to the
-        device, and waits of the compute stream for each direction.
+        """Return the seconds by name, for `OffloadManager.stats`. The names are "out" for copies to
+        the host, "back" for copies to the device, and "stall_out" and "stall_back" for waits of the
+        compute stream for these copies.
 
         The call synchronizes with the device, so call it outside of a step.
         """
@@ -232,9 +241,8 @@ class AcceleratorEngine(Engine):
         return AcceleratorEngine(device, self._first or self)
 
     def host_buffer(self, size: int) -> Tensor:
-        """Reserve `size` bytes [size], uint8, pinned for all devices; warn at the first failure to
-        pin.
-        """
+        """Return `size` bytes of host memory as a uint8 tensor [size], pinned for all devices. Warn
+        at the first failure to pin; no memory is pinned afterwards."""
         gib = size / 2**30
         progress: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if size >= MIN_SHOWN_PINNING_BYTES and (self._first or self).pinned:
@@ -245,7 +253,12 @@ class AcceleratorEngine(Engine):
             return self._reserve(size)
 
     def _reserve(self, size: int) -> Tensor:
-        """Reserve host memory as `host_buffer`, and show nothing."""
+        """Reserve host memory as `host_buffer` does, without its line of progress on the terminal.
+        Warn at the first failure to pin.
+
+        Args:
+            size: number of bytes.
+        """
         host = self._first or self
         on_cuda = self.device.type == "cuda"
         error = ""
@@ -283,7 +296,12 @@ class AcceleratorEngine(Engine):
 
     def wait(self, queue: str, event: Any) -> None:
         """Make the queue's stream wait for an event. Only `HOST_QUEUE` blocks the calling thread.
-        The time that compute waits is measured."""
+        The time that compute waits is measured.
+
+        Args:
+            queue: name of the waiting queue.
+            event: result of `record`; None: no event to wait for.
+        """
         if event is None:
             return
         origin, recorded = event
@@ -323,8 +341,9 @@ class AcceleratorEngine(Engine):
             self._copied[name] += size
 
     def queue_seconds(self) -> dict[str, float]:
-        """Return the seconds of copies out and back and of compute's waits, by name, after waiting
-        for all work so far."""
+        """Return the seconds by name, after waiting for all work so far. The names are "out" for
+        copies to the host, "back" for copies to the device, and "stall_out" and "stall_back" for
+        compute's waits for these copies."""
         torch.accelerator.synchronize(self.device)
         self._add_up()
         return super().queue_seconds()

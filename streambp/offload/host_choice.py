@@ -64,7 +64,7 @@ class MicroBatchShape(NamedTuple):
     chunk: int
 
 
-class StepSpeed(NamedTuple):
+class StepSpeeds(NamedTuple):
     """Speed of a step's parts on a device.
 
     Attributes:
@@ -99,7 +99,7 @@ class MovingStep:
         in_flight: bytes of the device for copies that are under way.
         leaving: bytes that leave for the host.
         seconds: seconds of the step.
-        pace: speed of the step's parts.
+        pace: speed of the step's parts (forward, backward, products, attention, copies).
     """
 
     shape: MicroBatchShape
@@ -111,7 +111,7 @@ class MovingStep:
     in_flight: float
     leaving: float
     seconds: float
-    pace: StepSpeed
+    pace: StepSpeeds
 
 
 def predicted_move(
@@ -119,7 +119,7 @@ def predicted_move(
     shape: MicroBatchShape,
     free_bytes: float,
     host: float,
-    pace: StepSpeed,
+    pace: StepSpeeds,
 ) -> MovingStep:
     """Return the prediction for a step that moves layer inputs and saved tensors to the host.
 
@@ -158,29 +158,31 @@ def predicted_move(
 
 
 class HostChoice:
-    """Decides in each micro-batch if saved tensors move to the host. [Note: host by seconds]
+    """Decides in each micro-batch if saved tensors move to the host. Host memory must be pinned
+    first, which takes seconds. Tensors move once the seconds that moving spares add up to the
+    seconds of pinning. [Note: host by seconds]
 
     Args:
         manager: moves the tensors.
-        price: seconds for each byte of host memory that must be pinned first.
+        price: seconds of pinning, for each byte of host memory.
 
     Attributes:
-        unspent: seconds that moving would have spared in the micro-batches so far that did not
+        saved_up_seconds: seconds that moving would have spared in the micro-batches so far that did not
             move.
-        allowed: False while ranks share sequences.
-        drew: True if a forward without gradients has drawn random numbers.
+        allowed: False while ranks share sequences; saved tensors then stay on the device.
+        drew: True if a forward without gradients has drawn random numbers; saved tensors then stay.
         gain: seconds that moving spares in the last micro-batch, by prediction; 0 if nothing would
             be spared.
-        waited: seconds that moving may have spared, at most, in the micro-batches before steps that
-            move were counted.
-        unpaid_seconds: seconds that the price exceeds `unspent` by, if this is why the last
+        waited: seconds that moving may have spared, at most, in the micro-batches so far. The first
+            prediction of a moving step takes seconds, and is made once `waited` is large enough.
+        unpaid_seconds: seconds that the price exceeds `saved_up_seconds` by, if this is why the last
             micro-batch did not move; 0 otherwise.
     """
 
     def __init__(self, manager: OffloadManager, price: float = PINNING_SECONDS_PER_BYTE) -> None:
         self.manager = manager
         self.price = price
-        self.unspent = 0.0
+        self.saved_up_seconds = 0.0
         self.allowed = True
         self.drew = False
         self.gain = 0.0
@@ -191,11 +193,12 @@ class HostChoice:
         self._figures: HostStepFigures | None = None
 
     def __reduce__(self) -> tuple[type[HostChoice], tuple[OffloadManager, float]]:
-        """Return a new object without predictions, for copy and pickle."""
+        """Return the class and arguments of a copy without predictions, for copy and pickle."""
         return HostChoice, (self.manager, self.price)
 
     def reset(self) -> None:
-        """Remove the last decision, before the next one."""
+        """Reset the figures of the last decision (`gain`, `unpaid_seconds`), before the decision
+        about the next micro-batch."""
         self.gain = 0.0
         self.unpaid_seconds = 0.0
         self._unsaved = 0.0
@@ -214,8 +217,8 @@ class HostChoice:
 
     def must_draw_alike(self) -> bool:
         """True if the running forward and another one may have to draw the same random numbers, as
-        in GradCache and in a program's checkpoint. Draws depend on chunk sizes. Chunk sizes may
-        depend on the host, so that neither forward may use it."""
+        in GradCache and in a program's checkpoint. Draws depend on chunk sizes, and chunk sizes on
+        the host. Saved tensors of such forwards must therefore stay on the device."""
         return (
             self.drew
             or not torch.is_grad_enabled()
@@ -224,7 +227,8 @@ class HostChoice:
         )
 
     def host_headroom(self, figures: HostStepFigures) -> float:
-        """Return the bytes of host memory that a micro-batch can take.
+        """Return the bytes of host memory that a micro-batch can take. The bytes that a training
+        engine (DeepSpeed) will allocate are left out, and are stored as the manager's `set_aside`.
 
         Args:
             figures: predictions about steps that move layer inputs.
@@ -240,13 +244,15 @@ class HostChoice:
         free_bytes: float,
         host: float,
     ) -> MovingStep:
-        """Return the prediction for a step that moves tensors, from the cache if possible.
+        """Return the prediction for a step that moves tensors. Predictions are cached by rounded
+        values of the arguments.
 
         Args:
             figures: predictions about steps that move layer inputs.
             costs: bytes and FLOPs of the tensors that each layer may save.
             shape: size of the micro-batch.
-            free_bytes: bytes of the device that are free beside such a step.
+            free_bytes: bytes of the device that are free beside a step that saves nothing but
+                inputs, on the host.
             host: bytes of host memory that the micro-batch can take.
         """
         if figures is not self._figures or len(self._predictions) >= MAX_CACHED_PREDICTIONS:
@@ -266,13 +272,14 @@ class HostChoice:
         key = shape, free_bytes, host, link, observations
         if key not in self._predictions:
             parts = figures.seconds(shape.tokens, shape.chunk)
-            pace = StepSpeed(*parts, figures.products, figures.attention, link)
+            pace = StepSpeeds(*parts, figures.products, figures.attention, link)
             self._predictions[key] = predicted_move(costs, shape, free_bytes, host, pace)
         return self._predictions[key]
 
     def is_worth_counting(self, unsaved: float, seconds: float) -> bool:
-        """True if steps that move tensors must be predicted, although the first prediction takes
-        seconds of counting.
+        """True if steps that move tensors must be predicted. The first prediction takes seconds, in
+        which bytes and FLOPs of such a step are counted. Small gains, or a few micro-batches, are
+        not worth it.
 
         Args:
             unsaved: seconds of recomputation that moving may spare at most.
@@ -299,24 +306,26 @@ class HostChoice:
             return False
         self.gain = seconds - step.seconds
         price = self.price * max(0.0, step.leaving - self.manager.pinned)
-        self.unpaid_seconds = max(0.0, price - self.unspent - self.gain)
+        self.unpaid_seconds = max(0.0, price - self.saved_up_seconds - self.gain)
         return self.unpaid_seconds == 0
 
     def begin_micro_batch(self, step: MovingStep | None) -> None:
-        """Record that a micro-batch begins.
+        """Record that a micro-batch begins. If the micro-batch does not move, the seconds that
+        moving would have spared are added to `saved_up_seconds`; otherwise `saved_up_seconds` becomes 0.
 
         Args:
             step: the prediction by which the micro-batch moves; None: the micro-batch does not
                 move.
         """
         if step is None:
-            self.unspent += self.gain if math.isfinite(self.gain) else 0.0
+            self.saved_up_seconds += self.gain if math.isfinite(self.gain) else 0.0
             self.waited += self._unsaved
         else:
-            self.unspent = 0.0
+            self.saved_up_seconds = 0.0
 
     def prepare(self, step: MovingStep) -> None:
-        """Set the places of a micro-batch's saved tensors, and the host memory to allocate.
+        """Set in the manager which of a micro-batch's saved tensors stay on the device and which
+        move, and how much host memory to allocate at once.
 
         Args:
             step: the prediction for the micro-batch.

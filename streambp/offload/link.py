@@ -23,7 +23,7 @@ class LinkBudget:
     Args:
         manager: moves saved tensors to the host.
         on_device: True to also set the manager's `gpu_memory`, from the memory that the measured
-            step left free.
+            step left free. False: `gpu_memory` stays as the user has set it.
 
     Attributes:
         measured: the measurements of one forward for each range of row lengths; the key is
@@ -39,12 +39,12 @@ class LinkBudget:
         self._memory: dict[Engine, DeviceMemory] = {}  # at the first layer of each device
 
     def __reduce__(self) -> Any:
-        """Return what copy and pickle need to make a new object without measurements."""
+        """Return the class and arguments of a copy without measurements, for copy and pickle."""
         return LinkBudget, (self.manager, self.on_device)
 
     def begin(self, length: int) -> ForwardMeasurement | None:
-        """Begin a forward of the model. Return the measurements of a similar forward, or None if
-        this forward must be measured.
+        """Begin a forward of the model. Return the measurements of an earlier forward of similar
+        length, or None if this forward must be measured.
 
         Args:
             length: tokens of each row.
@@ -55,9 +55,9 @@ class LinkBudget:
         return self.measured.get(length.bit_length())
 
     def room_on_device(self, tokens: int) -> float:
-        """Return the bytes of `gpu_memory` that are free for saved tensors that stay on the device.
-        K and V of one layer and saved tensors of earlier micro-batches are subtracted: K and V move
-        once for each chunk, saved tensors once.
+        """Return the bytes of the manager's `gpu_memory` that are free for saved tensors that stay
+        on the device. K and V of one layer and saved tensors of earlier micro-batches are
+        subtracted: K and V move once for each chunk, saved tensors once.
 
         Args:
             tokens: tokens over all rows.
@@ -72,7 +72,8 @@ class LinkBudget:
 
     def time_chunks(self, observed_costs: ObservedCosts) -> ObservedCosts:
         """Set the engine of a layer's measurements, so that the layer's chunks are timed. Called in
-        a forward that `begin` wants measured.
+        a forward for which `begin` has returned None. The first call for a device also limits the
+        manager's `prefix_memory`, if `gpu_memory` is still to be determined.
 
         Args:
             observed_costs: measurements of the layer's forward; changed and returned.
@@ -90,8 +91,8 @@ class LinkBudget:
         return observed_costs
 
     def measure(self, layer_costs: list[ObservedCosts]) -> None:
-        """Store the measurements of the previous forward, if every layer was timed and its backward
-        has run.
+        """Store the measurements of the previous forward in `measured`, if every layer was timed
+        and its backward has run. If `on_device`, also set the manager's `gpu_memory`.
 
         Args:
             layer_costs: measurements of each layer's forward.

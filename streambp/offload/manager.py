@@ -68,12 +68,16 @@ class OffloadManager:
     Attributes:
         prefix_memory: device bytes for K and V of the running layer alone, which `LinkBudget` may
             determine before `gpu_memory`.
+        workspace: device bytes that K and V of one layer take in backward, the largest layer of
+            this forward.
         staying: names of the tensors that stay on the device, by the layer's index, as chosen by
             the policy; None: the last layers' tensors stay. [Note: two rooms]
-        on_demand: True if the policy decides in each micro-batch if tensors leave.
-            [Note: host by seconds]
+        on_demand: True if the policy decides in each micro-batch if tensors leave for the host
+            ([Note: host by seconds]); False if they leave in each step.
         reserve: bytes of host memory that a micro-batch is expected to take, allocated at its
             start; 0: unknown.
+        set_aside: bytes of host memory that a training engine (DeepSpeed) will allocate.
+        overflow_count: number of tensors that did not fit on the host.
     """
 
     def __init__(
@@ -105,8 +109,8 @@ class OffloadManager:
         self._holdings: weakref.WeakSet[MicroBatchMemory] = weakref.WeakSet()
 
     def __reduce__(self) -> Any:
-        """Return what copy and pickle need to make an object with the same settings and without
-        tensors."""
+        """Return the class and arguments of a copy with the same settings and without tensors, for
+        copy and pickle."""
         return OffloadManager, (
             self.host_memory,
             self.on_host_full,
@@ -118,7 +122,8 @@ class OffloadManager:
 
     @property
     def is_used(self) -> bool:
-        """True if tensors leave in each step, or if some have left."""
+        """True if tensors leave for the host in each step, or if host memory for tensors that leave
+        on demand was allocated."""
         return not self.on_demand or self.arena is not None
 
     def start(self, device: torch.device) -> tuple[Arena, Engine]:
@@ -134,10 +139,12 @@ class OffloadManager:
         return self.arena, engines[device]
 
     def _limit(self) -> int:
-        """Return the bytes of host memory for saved tensors.
+        """Return the bytes of host memory for saved tensors. Weights on the host and their
+        gradients take a part of `host_memory`.
 
-        If tensors leave on demand, this is half of the available memory, or the available part of
-        `host_memory`. It is 0 if the available memory is unknown.
+        Tensors that leave on demand may take half of the available memory, or the available part of
+        `host_memory` if it is set. The result is 0 if neither `host_memory` nor the available
+        memory is known.
         """
         if self.on_demand and self.host_memory is None:
             default_limit = host_limit(None, set_aside=self.set_aside, part=DEFAULT_HOST_FRACTION)
@@ -154,8 +161,8 @@ class OffloadManager:
         )
 
     def host_room(self) -> float:
-        """Return the bytes of host memory that a new micro-batch can take. Host memory that cannot
-        be pinned has no room, because copies would be slow."""
+        """Return the bytes of host memory that a new micro-batch can take; 0 if host memory cannot
+        be pinned, because copies would be slow."""
         if self.arena is None:
             return self._limit()
         if not all(engine.pinned for engine in self.transfers.engines.values()):
@@ -164,7 +171,8 @@ class OffloadManager:
 
     @property
     def pinned(self) -> int:
-        """Return the bytes of host memory that are allocated and free for a new micro-batch."""
+        """Return the bytes of host memory that are allocated and free for a new micro-batch. A new
+        micro-batch can use this memory without waiting for more memory to be pinned."""
         return 0 if self.arena is None else self.arena.largest_idle(MICRO_BATCH)
 
     def link_rate(self) -> float | None:
@@ -175,7 +183,12 @@ class OffloadManager:
 
     def open(self, index: int, device: torch.device) -> HostTensors:
         """Return the storage for the tensors that one layer saves in this call. A layer index that
-        does not increase starts a new micro-batch."""
+        does not increase starts a new micro-batch.
+
+        Args:
+            index: index of the layer.
+            device: the layer's device.
+        """
         arena, engine = self.start(device)
         batch = None if self._current is None else self._current()
         if batch is None or not batch.retire.alive or index <= batch.last_index:
@@ -211,7 +224,11 @@ class OffloadManager:
 
     def has_room(self, size: int) -> bool:
         """True if `size` more bytes of saved tensors may stay on the device, beside K and V of the
-        running layer."""
+        running layer. `gpu_memory` limits the sum; if `gpu_memory` is None, no tensor may stay.
+
+        Args:
+            size: number of bytes.
+        """
         return (
             self.gpu_memory is not None
             and self.workspace + self.resident_bytes + size <= self.gpu_memory
@@ -300,8 +317,13 @@ class OffloadManager:
         return 0 if self.arena is None else self.arena.allocated
 
     def stats(self) -> dict[str, float]:
-        """Return statistics by name: bytes moved, GB/s and seconds of waiting for each direction,
-        bytes of host memory, and the number of tensors that did not fit."""
+        """Return statistics by name, for each direction, "out" (to the host) and "back": bytes
+        moved ("bytes_out"), GB/s ("gb_per_s_out"), and seconds for which computation waited
+        ("stall_out"). "host_bytes" is the bytes of host memory, and "left" the number of tensors
+        that did not fit there.
+
+        The call synchronizes with the device.
+        """
         moved_bytes = self.transfers.bytes
         spent = self.transfers.queue_seconds()
         statistics = dict[str, float]()
@@ -349,7 +371,7 @@ class HostTensors:
         staying: names of the tensors that stay on the device while `gpu_memory` has room, in the
             form of `StreamConfig.saves`, with "x" for the layer's input; None: all tensors.
         bytes: bytes of all tensors that were ever stored.
-        resident_bytes: bytes of stored tensors that are on the device to stay.
+        resident_bytes: bytes of stored tensors that stay on the device within `gpu_memory`.
 
     Raises:
         HostMemoryError: the host budget is exhausted and `on_host_full` is "raise".
@@ -425,8 +447,8 @@ class HostTensors:
         return (name, chunk) in self._entries
 
     def finish_copies(self) -> bool:
-        """Free the tensors on the device whose copies to the host were started, after these copies.
-        Return True if there were any."""
+        """Free the tensors on the device whose copies to the host were started. The compute stream
+        first waits for these copies. Return True if there were any."""
         return self._transfers.release() > 0
 
     def drop(self, names: Callable[[str], bool]) -> set[str]:
@@ -512,8 +534,8 @@ class HostTensors:
         self._transfers.release(entry)
 
     def seal(self, order: list[list[Access]], workspace: int = 0) -> None:
-        """End a layer's forward: set the order in which backward will read the stored tensors.
-        The order tells which copies to start early.
+        """End a layer's forward: set the order in which backward will read the stored tensors. The
+        order tells which copies to the device must be started early.
 
         Args:
             order: groups of (name, chunk) in backward's order; backward reads all tensors of a
@@ -540,7 +562,7 @@ class HostTensors:
                 raise
 
     def _read_ahead(self) -> None:
-        """Start the copies of `read_ahead`."""
+        """Start the copies of `read_ahead`, without handling a device that has no memory left."""
         started = 0
         if not self._order:  # forward runs, or the store holds a prefix's tiles
             return
@@ -553,8 +575,12 @@ class HostTensors:
             previous_store._read_ahead()
 
     def _load_all(self, reads: list[Access]) -> int:
-        """Start the copies to the device of the tensors in `reads` that are still stored, and
-        return the number of copies, for `read_ahead`."""
+        """Start the copies to the device of the tensors in `reads` that are still stored. Return
+        the number of these tensors, also of those that are on the device already.
+
+        Args:
+            reads: pairs (name, chunk).
+        """
         stored_reads = [access for access in reads if access in self._entries]
         for access in stored_reads:
             self.load(*access)

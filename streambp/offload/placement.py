@@ -50,13 +50,13 @@ class Headroom:
 
 @dataclasses.dataclass
 class Placement:
-    """The tensors of each layer that are saved, and their places.
+    """The tensors of each layer that are saved, and their places: the device or the host.
 
     Attributes:
         saved: tensors that each layer saves beside its input, by the layer's index.
         staying: names of the tensors that stay on the device, by the layer's index. `INPUT_NAME` is
-            the layer's input.
-        leaving: bytes that leave for the host, by name.
+            the layer's input. All other saved tensors leave for the host.
+        leaving: bytes of all layers' tensors that leave for the host, by name of the tensor.
         on_device: bytes that stay on the device.
         sizes: bytes of each layer's input, by the layer's index.
     """
@@ -68,7 +68,8 @@ class Placement:
     sizes: Mapping[int, float] = dataclasses.field(default_factory=dict)
 
     def copy(self) -> Placement:
-        """Return a copy whose places can be changed."""
+        """Return a copy of which `saved` and `staying` can be changed without changing this
+        placement."""
         staying = {index: set(names) for index, names in self.staying.items()}
         saved = {index: list(candidates) for index, candidates in self.saved.items()}
         return dataclasses.replace(self, saved=saved, staying=staying)
@@ -79,7 +80,8 @@ class Placement:
         return sum(self.sizes.values())
 
     def staying_bytes(self, index: int) -> float:
-        """Return the bytes of a layer's tensors that stay on the device.
+        """Return the bytes of a layer's tensors that stay on the device, with its input if the
+        input stays.
 
         Args:
             index: the layer's index.
@@ -92,10 +94,11 @@ class Placement:
 
     def free_device(self, indices: Iterable[int], size: float) -> float:
         """Remove tensors from the device until at least `size` bytes are free, and return the
-        bytes. Inputs leave for the host; other tensors that stay are not saved.
+        number of freed bytes. Inputs leave for the host; other tensors on the device are then not
+        saved at all.
 
         Args:
-            indices: indices of the layers, in the order in which their tensors are taken.
+            indices: indices of the layers, in the order in which their tensors are removed.
             size: bytes to free.
         """
         freed = 0.0
@@ -130,7 +133,7 @@ def choose_placement(
 
     Args:
         inputs: bytes of each layer's input, by the layer's index.
-        candidates: tensors that each layer may save.
+        candidates: tensors that each layer may save, by the layer's index.
         headroom: the bytes that saved tensors may take.
     """
     worths = {0.0}
@@ -154,7 +157,7 @@ class _PlacementSearch:
 
     Args:
         inputs: bytes of each layer's input, by the layer's index.
-        candidates: tensors that each layer may save.
+        candidates: tensors that each layer may save, by the layer's index.
         headroom: the bytes that saved tensors may take.
     """
 
@@ -233,8 +236,8 @@ class _PlacementSearch:
         Args:
             candidates: tensors of the layer that may be copied to the host.
             headroom: bytes that may be copied.
-            price: FLOPs that a byte of the device would spare otherwise; a larger worth of a tensor
-                counts as this price.
+            price: FLOPs that a byte of the device spares if another tensor takes it. A tensor that
+                spares more FLOPs for each byte counts as this price only.
         """
         if len(candidates) > MAX_COMBINED_TENSORS:
             choice = []
@@ -263,8 +266,8 @@ def _best_set(candidates: Sequence[Candidate], headroom: float, price: float) ->
     Args:
         candidates: a few tensors of one layer.
         headroom: bytes that may be copied to the host.
-        price: FLOPs that a byte of the device would spare otherwise; a larger worth of a tensor
-            counts as this price.
+        price: FLOPs that a byte of the device spares if another tensor takes it. A tensor that
+            spares more FLOPs for each byte counts as this price only.
     """
     best: tuple[int, ...] = ()
     max_value = 0.0
@@ -282,8 +285,8 @@ def _best_set(candidates: Sequence[Candidate], headroom: float, price: float) ->
 
 
 def _use_rest_of_device(placement: Placement, inputs: Mapping[int, float], headroom: float) -> None:
-    """Change tensors from the host to the device while the device has room, from the last layer to
-    the first.
+    """Change the place of tensors from the host to the device while the device has room, from the
+    last layer to the first.
 
     Args:
         placement: the choice, changed in place.

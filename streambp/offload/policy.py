@@ -147,7 +147,7 @@ class SavesPolicy:
         self.margins: dict[tuple[Any, ...], Shortage] = {}
 
     def __reduce__(self) -> Any:
-        """Return what copy and pickle need to make a new object without measurements."""
+        """Return the class and arguments of a copy without measurements, for copy and pickle."""
         settings = (self.layers, self.free, self.states, self.sizes, self.keeps)
         return SavesPolicy, (*settings, self.link, self.host)
 
@@ -294,9 +294,9 @@ class SavesPolicy:
     def predict(
         self, free: float, tokens: int, chunk: int, device: torch.device, length: int
     ) -> tuple[bool, dict[int, list[Candidate]], float]:
-        """Return three predictions for a step in chunks of `chunk` tokens: True if the step fits
-        into memory, the tensors that each layer can save (by index), and the step's seconds with
-        them.
+        """Return (fits, plan, seconds), predictions for a step in chunks of `chunk` tokens. `fits`
+        is True if the step fits into memory. `plan` has the tensors that each layer can save, by
+        layer index. The step takes `seconds` with these tensors saved.
 
         Args:
             free: free bytes of the device.
@@ -337,10 +337,10 @@ class SavesPolicy:
     def saves(
         self, saved: Any, rows: int, can_keep_graph: Callable[[], bool]
     ) -> tuple[tuple[str, ...] | None, bool, ObservedCosts | None]:
-        """Return the tensors that a layer must save in its forward, which begins now.
+        """Choose the tensors that a layer must save in its forward, which begins now.
 
         Args:
-            saved: record of what this call saves, with a method that frees saved tensors.
+            saved: the layer's record of saved tensors (`SavedForBackward`) for this call.
             rows: number of rows.
             can_keep_graph: returns True if the layer's autograd graph may be saved.
 
@@ -407,7 +407,7 @@ class SavesPolicy:
         memory is free than planned.
 
         Args:
-            saved: record of what the running layer's call saves.
+            saved: the running layer's record of saved tensors (`SavedForBackward`).
             tokens: tokens over all rows.
         """
         batch = self._batch
@@ -439,7 +439,7 @@ class SavesPolicy:
         and choose the tensors that each layer saves.
 
         Args:
-            saved: record of what the first layer's call saves.
+            saved: the first layer's record of saved tensors (`SavedForBackward`).
             rows: number of rows.
         """
         if not self.sizes:
@@ -616,7 +616,7 @@ class SavesPolicy:
 
     def faster_on_host(self) -> float:
         """Return the predicted seconds by which offload="cpu" would have shortened the last step; 0
-        if unknown."""
+        if the step would not be shorter, or if no prediction is possible."""
         choice = self.latest
         figures = self.figures
         costs = self.figures.costs
@@ -690,10 +690,10 @@ class SavesPolicy:
         return plan
 
     def check_room(self, saved: Any) -> None:
-        """Free all saved tensors if the device has less memory free than a chunk needs.
+        """Free all layers' saved tensors if the device has less memory free than a chunk needs.
 
         Args:
-            saved: record of what the running layer's call saves.
+            saved: the running layer's record of saved tensors (`SavedForBackward`).
         """
         batch = self._batch
         shortage = batch.shortage
@@ -719,7 +719,7 @@ class SavesPolicy:
         can be repeated. Return True if any tensor was saved.
 
         Args:
-            saved: record of what the running layer's call saves; None: no layer runs.
+            saved: the running layer's record (`SavedForBackward`); None: no layer runs.
         """
         self.failed()
         return self._drop(saved, f"{'the loss' if saved is None else 'a chunk'} ran out of memory")
@@ -776,8 +776,8 @@ class SavesPolicy:
         Return True if any tensor was saved.
 
         Args:
-            saved: record of what the running layer's call saves, whose buffers of K and V stay;
-                None: no layer runs, and the buffers of all layers are freed.
+            saved: the running layer's record of saved tensors (`SavedForBackward`), whose buffers
+                of K and V stay; None: no layer runs, and the buffers of all layers are freed.
             reason: the reason, for reports.
         """
         device = self._batch.device if saved is None else saved.device

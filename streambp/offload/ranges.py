@@ -56,7 +56,7 @@ class WeightSlice:
     """One tensor's place in the host memory that holds all weights of its layer.
 
     Attributes:
-        tensor: the tensor, whose `.data` is moved between host and device.
+        tensor: the tensor, whose `.data` points at the host, or at the device while the layer runs.
         offset: first byte in the layer's memory.
         home: view of the layer's memory with the tensor's shape [...].
     """
@@ -92,7 +92,8 @@ class LayerRange:
         slices: the place of each weight in the memory.
         tensors: all tensors of the layer when the memory was filled, including those that stay on
             the device.
-        wanting: one byte for each of `tensors`: 1 if the tensor required a gradient.
+        wanting: a byte for each of `tensors`, from the same time: 1 if the tensor required a
+            gradient, or 0.
         trains: True if weights on the host require a gradient.
     """
 
@@ -112,9 +113,10 @@ class HostRanges:
         host_memory: limit in bytes; None: the available memory.
 
     Attributes:
-        layer_states: records of the decoder layers (`layer.layer_state.LayerState`) by index.
-        layers: ranges by index.
-        staying: indices of the layers whose weights stay on the device, beside a step.
+        layer_states: records of the decoder layers (`layer.layer_state.LayerState`) by the layer's
+            index.
+        layers: ranges of host memory by the layer's index.
+        staying: indices of the layers whose weights stay on the device between their uses.
         gradient_bytes: bytes of host memory for gradients.
     """
 
@@ -177,12 +179,13 @@ class HostRanges:
 
     def keep_on_device(self, headroom: float, slots: int) -> None:
         """Choose the layers whose weights stay on the device: the last layers, up to the number
-        that fits. Once weights are on the host, later calls can only reduce this number.
+        that fits. The indices are stored in `staying`. Once weights are on the host, later calls
+        can only reduce this number.
 
         Args:
             headroom: device bytes for layers' weights.
-            slots: number of device buffers for the weights of layers on the host; the buffers take
-                part of `headroom`.
+            slots: number of device buffers for the weights of layers on the host. The buffers take
+                part of `headroom`, unless all layers fit.
         """
         sizes = {index: self.bytes_of(index) for index in self.layer_states}
         max_bytes = (
@@ -291,7 +294,7 @@ class HostRanges:
 
     def move_layer(self, index: int, engine: Engine, device: torch.device) -> LayerRange:
         """Move a layer's weights into one contiguous range of host memory, and free their previous
-        memory.
+        memory. Return the range, which is also stored in `layers`.
 
         Args:
             index: index of the layer.
@@ -363,15 +366,16 @@ class HostRanges:
         return self.layers[index]
 
     def reserve(self, size: int, engine: Engine, subject: str, replaced_bytes: int = 0) -> Tensor:
-        """Reserve host memory [size], uint8, that lives until the end of the patch.
+        """Reserve host memory [size], uint8, for weights or their gradients.
 
         The available memory is checked first, because the out-of-memory killer raises no exception.
 
         Args:
             size: number of bytes.
             engine: allocates the memory.
-            subject: subject of the error message, in the plural.
-            replaced_bytes: bytes of other memory that this memory replaces.
+            subject: subject of the error message, in the plural, such as "The weights of layer 3".
+            replaced_bytes: bytes of other memory that will be freed once this memory is filled, and
+                that do not count against the limit.
 
         Raises:
             HostMemoryError: the host has no room for the memory.
@@ -407,7 +411,12 @@ def tensors_of(module: nn.Module) -> Iterator[Tensor]:
 
 
 def _statistics(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Yield the tensors [...] in attributes of objects."""
+    """Yield the tensors [...] in attributes of quantization states, as bitsandbytes attaches to
+    weights. Attributes of nested states, of the same class, are included.
+
+    Args:
+        values: objects to search; tensors and modules among them are skipped.
+    """
     waiting = [value for value in values if hasattr(value, "__dict__")]
     for value in waiting:  # the loop appends to this list
         for inner in (
@@ -427,8 +436,12 @@ def tensors_inside(layer: nn.Module) -> list[Tensor]:
 
 
 def _lay_out(tensors: Iterable[Tensor]) -> tuple[list[tuple[Tensor, int]], int]:
-    """Return pairs (tensor, offset) for a layer's contiguous range of host memory, the offset being
-    the tensor's first byte, and the bytes of the whole range."""
+    """Return pairs (tensor, first byte), which place tensors one behind another in a contiguous
+    range of host memory, and the number of bytes of this range.
+
+    Args:
+        tensors: tensors of one layer.
+    """
     layout = list[tuple[Tensor, int]]()
     size = ALIGNMENT_BYTES
     for tensor in tensors:
@@ -440,11 +453,13 @@ def _lay_out(tensors: Iterable[Tensor]) -> tuple[list[tuple[Tensor, int]], int]:
 def bytes_on_host(
     root: nn.Module, layers: Sequence[nn.Module]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return two tuples with one number for each layer, for the memory prediction. The first has
+    """Return two tuples with one number for each layer, for the prediction of memory. The first has
     the host bytes of the layer's frozen weights. The second has the host bytes of its trained
-    weights, or 0 if a weight is frozen.
+    weights, or 0 if any weight of the layer is frozen.
 
-    The weights may be meta tensors.
+    Args:
+        root: the model.
+        layers: the decoder layers. The weights may be meta tensors.
     """
     ranges = HostRanges(root, None)
     layer_states = {index: LayerStandIn(layer) for index, layer in enumerate(layers)}
@@ -457,10 +472,15 @@ def bytes_on_host(
 
 
 def view_of(memory: Tensor, offset: int, like: Tensor) -> Tensor:
-    """Return the bytes of `memory` [bytes] (uint8) from `offset` on as a tensor, with the shape,
-    strides [...] and dtype of `empty_like`.
+    """Return a part of `memory` as a tensor with the shape, strides [...] and dtype of `like`.
+    Writes to the tensor change `memory`.
 
     The tensor has a storage of its own, because `torch.save` writes entire storages.
+
+    Args:
+        memory: [bytes], uint8.
+        offset: first byte of the part.
+        like: tensor of any shape.
     """
     if not like.numel():
         return torch.empty_like(like, device="cpu")

@@ -41,7 +41,7 @@ class TensorEntry:
         host: the copy on the host, complete after `copied_out`; None: the tensor stays on the
             device.
         copied_out: event after the copy to the host.
-        read: event after the last copy back to the device; None: no copy.
+        read: event after the last copy back to the device; None: no copy back was started.
         version: version counter at the time of saving, for a layer input that stays on the device
             and that other code may change in place; None for other tensors.
         budgeted: True if the tensor stays on the device and counts against `gpu_memory`.
@@ -64,7 +64,7 @@ class Departure:
         entry: state of the tensor.
         tensor: the source on the device, which must not be freed before `event`.
         event: event after the copy.
-        group: number of the group of copies.
+        group: number of the group of copies; a group is the copies of one chunk.
     """
 
     entry: TensorEntry
@@ -77,9 +77,17 @@ class MicroBatchMemory:
     """Host memory of one micro-batch's saved tensors: a stack that was taken from the pool. The
     stack goes back when the last reference to this object is gone, or by `retire`.
 
+    Args:
+        arena: the pool of host memory.
+        kind: purpose of the stack (`BufferStack.kind`), such as "micro-batch".
+
     Attributes:
+        stack: the stack of host memory.
+        last_index: index of the layer whose store was opened last; -1: none.
         stores: weak references to the stores of tensors in the stack (`manager.HostTensors`), one
             for each layer of a forward.
+        free_after: events after which this micro-batch may overwrite the stack's memory.
+        arriving: tensors that are being copied to the device, each with the event after its copy.
         retire: `weakref.finalize` that returns the stack to the pool, at most once; its attribute
             `alive` is False afterwards.
     """
@@ -96,8 +104,8 @@ class MicroBatchMemory:
         self.retire.atexit = False
 
     def alive(self) -> list[Any]:
-        """Return the stores of tensors (`HostTensors`), one for each layer of a forward, that other
-        code still references."""
+        """Return the stores (`manager.HostTensors`) that other code still references. A store has
+        the tensors that one layer has saved in a forward."""
         return [store for store in (store_ref() for store_ref in self.stores) if store is not None]
 
     @property
@@ -134,7 +142,7 @@ class Transfers:
 
     Attributes:
         engines: engines by device. All engines use the same host memory.
-        bytes: bytes moved in each direction.
+        bytes: bytes moved in each direction: "out" to the host, "back" to the device.
     """
 
     def __init__(self) -> None:
@@ -150,7 +158,8 @@ class Transfers:
             engine.settle()
 
     def queue_seconds(self) -> dict[str, float]:
-        """Return the seconds of copies and of compute's waits, by name, summed over all devices."""
+        """Return the seconds of copies ("out" to the host, "back" to the device) and of compute's
+        waits for the copies ("stall_out", "stall_back"), summed over all devices."""
         spent = [engine.queue_seconds() for engine in self.engines.values()]
         return {name: sum(seconds[name] for seconds in spent) for name in TIMED_QUEUES}
 
@@ -160,7 +169,7 @@ class Transfers:
 
         Args:
             owner: the storage of the tensors (`HostTensors`).
-            chunk: index of the chunk.
+            chunk: index of the chunk. A repeated call with the same owner and chunk does nothing.
         """
         key = (weakref.ref(owner), chunk)
         if key == self._key:
@@ -184,7 +193,7 @@ class Transfers:
             tensor: the tensor on the device.
             host_is_free: events after which the target may be overwritten.
             needs_clone: True if other code may change the tensor in place before the copy has
-                ended. A clone is then copied in its place.
+                ended. A clone is then copied in its place. False: no code changes the tensor.
         """
         assert entry.host is not None
         # a view would keep its storage alive

@@ -67,14 +67,15 @@ def several_ranks() -> bool:
 
 @dataclasses.dataclass
 class WeightSlot:
-    """Buffer in device memory [bytes], uint8, for the weights of one layer at a time.
+    """Buffer in device memory for the weights of one layer at a time.
 
     Attributes:
-        memory: the memory.
+        memory: the memory [bytes], uint8.
         last_read: event after the last read of the previous layer's weights.
         filled: event after the copy of the weights.
-        index: index of the layer; -1: empty.
-        last_use: logical time of the last use, for eviction.
+        index: index of the layer whose weights are in the buffer; -1: empty.
+        last_use: number of the last use, counted over all uses. The buffer with the smallest number
+            is overwritten first.
         inside: True while the layer runs.
     """
 
@@ -102,7 +103,7 @@ class HostWeights:
             "forward", "backward", and "trial" for a test run.
         headroom: function of (device, rows, length) that returns the device memory for layers'
             weights during a step with a batch [rows, length], in bytes. None: no layer's weights
-            stay on the device between uses.
+            stay on the device after the layer has run.
     """
 
     def __init__(
@@ -153,8 +154,8 @@ class HostWeights:
 
     @property
     def host_bytes(self) -> tuple[int, int]:
-        """Return the bytes of weights in host memory, and the further bytes that gradients will
-        need."""
+        """Return two numbers: the bytes of weights in host memory, and the bytes that gradients of
+        these weights will take there beyond the gradients' present memory."""
         trained = sum(
             layer_range.memory.numel()
             for layer_range in self.ranges.layers.values()
@@ -211,13 +212,14 @@ class HostWeights:
         """Context manager in which the parameters of layer `index` point at a device buffer with
         the layer's weights; outside they point at host memory.
 
-        The copy of the weights of the layer that runs next is started on entry.
+        The copy of the weights of the layer that runs next is started on entry. Nothing happens for
+        a layer whose weights stay on the device between its uses.
 
         Args:
             index: index of the layer.
             direction: "forward", "backward", or "trial" for a test run.
             device: computes the layer.
-            decodes: True to dequantize 4-bit weights once for all chunks.
+            decodes: True to dequantize 4-bit weights once for all chunks; False: for each chunk.
 
         Raises:
             UnsupportedModelError: a weight cannot be on the host, or layers are on several devices.
@@ -273,8 +275,13 @@ class HostWeights:
 
     def _loaded(self, index: int, direction: str) -> WeightSlot:
         """Return the device buffer with the weights of layer `index`. The copy from the host is
-        started if no buffer has these weights. `direction` ("forward", "backward" or "trial") is
-        the layer's next use, under which the copy is counted in `loads`."""
+        started if no buffer has these weights.
+
+        Args:
+            index: index of the layer.
+            direction: the layer's next use ("forward", "backward" or "trial"), under which the copy
+                is counted in `loads`.
+        """
         assert self._engine is not None
         weights = self._current(index)
         for slot in self._slots:
@@ -300,10 +307,9 @@ class HostWeights:
     def receive_gradients(
         self, index: int, weights: list[Tensor], device: torch.device
     ) -> tuple[SendGradients | None, list[Tensor]]:
-        """Return a function that copies the gradients of a layer's weights to the host, and the
-        weights [...] to pass to the layer's autograd function.
-
-        The function is None if no trained weight is on the host.
+        """Return two values: a function that sends the gradients of a layer's weights to the host
+        (`SendGradients`), and the weights [...] for the layer's autograd function. The layer's
+        backward calls the function; None in its place: no trained weight is on the host.
 
         Args:
             index: index of the layer.
@@ -390,8 +396,9 @@ class HostWeights:
         return [host_gradients.get(id(w), g) for w, g in zip(weights, gradients, strict=True)]
 
     def _free_gradients(self) -> None:
-        """Free the device memory of the gradients that were copied to the host last, after these
-        copies. Called when the next layer's gradients are copied, and at the next forward."""
+        """Free the device memory of the gradients whose copies to the host were started last. The
+        compute stream first waits for these copies. Called when the next layer's gradients are
+        copied, and at the next forward."""
         if self._leaving is not None:
             engine, event, gradients = self._leaving
             engine.wait(COMPUTE_QUEUE, event)  # 11
@@ -443,8 +450,12 @@ class HostWeights:
 
     @torch.inference_mode(False)
     def _current(self, index: int) -> LayerRange:
-        """Return a layer's weights in host memory, before their copy to the device. Weights that
-        are not there yet, or were replaced, are moved to the host first."""
+        """Return a layer's weights in host memory, to be copied to the device. Weights that are not
+        there yet, or were replaced, are moved to the host first.
+
+        Args:
+            index: index of the layer.
+        """
         if index in self._inside:
             return self.ranges.layers[index]
         layer_range = self.ranges.valid_range(index)

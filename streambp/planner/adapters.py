@@ -1,4 +1,5 @@
-"""Add LoRA adapters to a model without data, on the Linears that peft accepts."""
+"""Add LoRA adapters to a model without data (meta or fake tensors), on the Linears that peft
+accepts."""
 
 from __future__ import annotations
 
@@ -20,15 +21,16 @@ def add_adapters(
     model: nn.Module, rank: int, targets: Sequence[str] = ()
 ) -> tuple[nn.Module, tuple[str, ...]]:
     """Add LoRA adapters to a model without data. Return the PeftModel, and the names of the Linears
-    to which peft refuses to add adapters.
+    left without adapters because peft refuses them; () if `targets` are given.
 
     Args:
         model: the model, on meta or fake tensors; changed.
         rank: rank of the adapters.
-        targets: names of the Linears that get adapters; empty: all that peft accepts.
+        targets: names of the Linears that get adapters ("q_proj", for example); empty: all Linears
+            that peft accepts.
 
     Raises:
-        ConfigError: peft refuses a target, or the model has no Linear of this name.
+        ConfigError: peft refuses a name in `targets`, or the model has no Linear of this name.
     """
     with require_library("peft"):
         from peft import LoraConfig, get_peft_model
@@ -59,7 +61,8 @@ def add_adapters(
 
 def _is_refused(model: nn.Module, name: str) -> bool:
     """True if peft refuses to add LoRA adapters to Linears of this name in models of this type.
-    `add_adapters` then leaves these Linears out."""
+    `add_adapters` then leaves these Linears out. `name` is a Linear's last name, such as "q_proj".
+    """
     from peft import LoraConfig, inject_adapter_in_model
 
     probe = nn.Module()

@@ -59,15 +59,17 @@ MEMORY_ATTRIBUTES = ("nbytes", "requires_grad", "dtype", "device")
 
 @dataclasses.dataclass(frozen=True)
 class StepNeed(MemoryNeed):
-    """Predicted bytes of a step whose layers save nothing but their inputs. Methods take token
-    counts over all rows.
+    """Predicted bytes of a step whose layers save nothing but their inputs. The methods of this
+    class take numbers of tokens over all rows of a batch.
 
     Attributes:
-        method: the step's counted memory, as a function of tokens and chunk size.
+        method: the memory of the step (`Method`), counted on a copy of the model without data, as
+            functions of a row's tokens and a chunk's tokens.
         factor: number by which the counted bytes are multiplied, for autocast; 1.0 without
             autocast.
-        casts: bytes of autocast's copies of weights, added after the multiplication by `factor`.
-        rows: batch size of the count.
+        casts: bytes of autocast's half-precision copies of weights, added after the multiplication
+            by `factor`.
+        rows: batch size with which `method` was counted.
         share: fraction of the counted gradients that a step adds to a rank's memory; less than 1 if
             an engine (ZeRO, FSDP2) shards them.
         gathered: bytes of full weights that an engine with sharded weights (ZeRO-3, FSDP2) gathers
@@ -87,11 +89,11 @@ class StepNeed(MemoryNeed):
     def bytes_by_layer(
         self, tokens: int, chunk: int, present: float
     ) -> tuple[tuple[float, float], ...]:
-        """Return pairs (index, bytes): the most bytes in use in the phases in which backward of the
-        layers 0 to `index` has not ended. Saved tensors of these layers must fit beside the bytes.
+        """Return pairs (index, bytes): the most bytes in use while backward of the layers 0 to
+        `index` has not ended. Tensors that these layers save must fit in memory beside the bytes.
 
-        The index is infinity for forward and the head, because no layer's backward has begun. The
-        index is -1 for backward of the embedding, because every layer's backward has ended.
+        The index is infinity in forward and in the head, because no layer's backward has begun. The
+        index is -1 in backward of the embedding, because every layer's backward has ended.
 
         Args:
             tokens: tokens of all rows.
@@ -109,7 +111,7 @@ class StepNeed(MemoryNeed):
             largest.append({})
             step = features(tokens, min(chunk, tokens))
             for phase in phases:
-                last_layer = last_waiting_layer(phase.name)
+                last_layer = last_unfinished_layer(phase.name)
                 size = phase.law.at(step) - (1 - self.share) * phase.gradients
                 largest[-1][last_layer] = max(largest[-1].get(last_layer, 0.0), size)
         first, accumulating = largest
@@ -139,7 +141,7 @@ class StepNeed(MemoryNeed):
         )
 
 
-def last_waiting_layer(phase: str) -> float:
+def last_unfinished_layer(phase: str) -> float:
     """Return the index of the last layer whose backward has not ended in a phase of a step: 35 in
     "backward 35", in which layer 35's backward runs. Saved tensors of this and all earlier layers
     are then in memory. Return -1 if every layer's backward has ended, and infinity if none has
@@ -152,11 +154,11 @@ def last_waiting_layer(phase: str) -> float:
 
 def upper_bound_of_step(model: nn.Module, layers: Sequence[nn.Module]) -> StepNeed:
     """Return an upper bound for the bytes of a step that is computed chunk by chunk and saves only
-    the layers' inputs. The bound serves CPUs, where nothing is counted, and models that cannot be
-    counted.
+    the layers' inputs. The bound serves CPUs, and models whose steps cannot be counted on tensors
+    without data.
 
-    The bound is the sum of three parts. Gradients: all of them, or in an accumulating step the
-    largest set that is computed at once. Inputs of all layers. For each token of a chunk,
+    The bound is the sum of three parts. Gradients: all of them, or the largest set that is computed
+    at once if the step adds to existing gradients. Inputs of all layers. For each token of a chunk,
     `WORKSPACE_FACTOR` times the inputs and outputs of the largest layer's weights.
 
     Args:
@@ -290,9 +292,14 @@ class ModelStates:
         return figures, sum(itertools.compress(of_trained, born)) / (sum(of_trained) or 1)
 
     def _count(self, device: torch.device) -> StepFigures:
-        """Return predictions for the model's present state (`StepFigures`). Steps are counted on a
-        copy with meta tensors, unless an earlier process stored the count. The memory is the result
-        of `upper_bound_of_step` if nothing can be counted."""
+        """Return predictions for the model's present state (`StepFigures`).
+
+        A step is counted on a copy of the model with meta tensors, unless an earlier process stored
+        the count. If no step can be counted, the memory is the result of `upper_bound_of_step`.
+
+        Args:
+            device: device of the step.
+        """
         installed = self.installed
         layer_states = list(installed.steps.layer_states)
         upper_bound = upper_bound_of_step(
@@ -348,12 +355,12 @@ class ModelStates:
     def _count_on_host(
         self, on_device: StepNeed, rates: Rates, cast: torch.dtype | None
     ) -> HostStepFigures | None:
-        """Return predictions for the model's steps that move layer inputs to the host; None if they
-        cannot be counted. [Note: host by seconds]
+        """Return predictions for the model's steps that move layer inputs to the host; None if such
+        steps cannot be counted. [Note: host by seconds]
 
         Args:
             on_device: prediction for steps that move nothing.
-            rates: the device's speeds.
+            rates: the device's speeds (FLOP/s, bytes/s).
             cast: dtype of autocast; None: autocast is off.
         """
         config = dataclasses.replace(self.config, saves=(), offload="cpu")
@@ -378,8 +385,8 @@ class ModelStates:
         """Return the bytes that a device has left for layer weights, beside a step that saves only
         the layers' inputs.
 
-        Infinity if the free memory is unknown; 0 if the step's memory is unknown. The
-        policy for weights="auto" fills these bytes with the last layers.
+        Infinity if the free memory is unknown; 0 if the step's memory is unknown. Weights of the
+        last layers that fit in these bytes stay on the device if weights="auto".
 
         Args:
             device: the device of the step.
@@ -416,7 +423,7 @@ class ModelStates:
 def gradient_shares(model: nn.Module) -> tuple[float, float]:
     """Return the fraction of gradients that a step adds to this rank's memory, and the bytes of
     weights that an engine gathers at once. (1, 0) if no engine (ZeRO-3, FSDP2) shards parameters.
-    Both numbers correct a count, which has one rank.
+    Both numbers correct a count of a step's memory, which assumes one rank with full parameters.
 
     At most two layers are gathered at once, or the head, whose weight is held until its backward.
 
@@ -441,12 +448,12 @@ def gradient_shares(model: nn.Module) -> tuple[float, float]:
 
 def seconds_of(method: Method, rates: Rates, rows: int = 1) -> Callable[[int, int], float]:
     """Return a cached function that maps (tokens, tokens of a chunk) to the predicted seconds of a
-    step that saves only the layers' inputs. Both numbers are over all rows.
+    step that saves only the layers' inputs. Both arguments are over all rows of the batch.
 
     Args:
         method: the counted costs of the step.
         rates: the device's speeds (FLOP/s, bytes/s).
-        rows: batch size of the count.
+        rows: batch size with which `method` was counted.
     """
     return functools.lru_cache(MAX_CACHED_STATES)(
         lambda tokens, chunk: seconds(method, tokens // rows, max(1, chunk // rows), rates).total
@@ -456,13 +463,14 @@ def seconds_of(method: Method, rates: Rates, rows: int = 1) -> Callable[[int, in
 def host_figures(
     need: StepNeed, rates: Rates, rows: int = 1, set_aside: int = 0
 ) -> HostStepFigures:
-    """Return predictions for steps that move layer inputs to the host, from their counted costs.
+    """Return predictions for steps that move layer inputs to the host, from the counted costs of
+    such a step.
 
     Args:
-        need: the counted bytes and costs of such a step.
-        rates: the device's speeds.
-        rows: batch size of the count.
-        set_aside: bytes of host memory that an engine will take.
+        need: prediction of the step's bytes; `need.method` has its FLOPs and copied bytes.
+        rates: the device's speeds (FLOP/s, bytes/s).
+        rows: batch size with which the step was counted.
+        set_aside: bytes of host memory that an engine with CPU offloading will take later.
     """
 
     def parts(tokens: int, chunk: int) -> tuple[float, float, float]:
@@ -500,9 +508,9 @@ def rates_of_device(device: torch.device) -> Rates:
 
 
 def _skeleton(model: nn.Module, cast: torch.dtype | None) -> Skeleton:
-    """Return a copy of the model with meta tensors (`Skeleton`), which is counted for a GPU and for
-    the kernel packages that are installed here. `cast` is autocast's dtype for float32 weights, or
-    None."""
+    """Return a copy of the model with meta tensors (`Skeleton`), on which steps are counted for a
+    GPU and for the kernel packages that are installed here. Weights get the dtype `cast`, to which
+    autocast casts float32 weights; None: weights keep their dtypes."""
     skeleton = Skeleton(model, torch.bfloat16, None, 16, "cuda", mixers="installed", fewer=True)
     if cast is not None:
         skeleton.model.to(cast)
@@ -558,9 +566,9 @@ def _costs(
     Args:
         model: the patched model.
         config: its settings.
-        devices: devices of the layers.
-        cast: dtype to which autocast casts float32 weights, whose residual stream stays in float32;
-            None without autocast.
+        devices: device of each layer, by layer index.
+        cast: dtype to which autocast casts float32 weights; None: autocast is off. Under autocast
+            the layers' inputs stay in float32, so their bytes count twice.
     """
     try:
         costs, _ = observed_layer_costs(_skeleton(model, cast), config, devices)

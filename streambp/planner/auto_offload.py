@@ -1,7 +1,8 @@
 """Predict a step of `offload="auto"`, which saves tensors on the host and on the device, for a
 plan.
 
-A real step makes this choice from measured numbers, a plan from counted numbers. [Note: two rooms]
+The choice of tensors for host and device is a real step's, with counted numbers in place of
+measured numbers. [Note: two rooms]
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import math
 
 from streambp.model.record import SavedTensors
 from streambp.offload.costs import SavesChoice
-from streambp.offload.host_choice import MicroBatchShape, StepSpeed, predicted_move
+from streambp.offload.host_choice import MicroBatchShape, StepSpeeds, predicted_move
 from streambp.planner.layer_costs import costs_from_json
 from streambp.planner.profile import Method, Profile, Setting, peak, work
 from streambp.planner.seconds import kernels, seconds
@@ -21,16 +22,18 @@ from streambp.rates import Rates
 
 @dataclasses.dataclass(frozen=True)
 class AutoOffloadStep:
-    """Prediction for a step of `patch(model, StreamConfig(chunk_size, offload="auto"))`. The first
-    steps, which measure and save only inputs, are not meant.
+    """Prediction for a step of `patch(model, StreamConfig(chunk_size, offload="auto"))`. The
+    prediction is not for the first steps, which measure and save only layer inputs.
 
     Attributes:
         chunk_size: positions of a chunk in each row.
-        fits: True if a step whose layers save only their inputs fits in memory.
-        saved: kinds of tensors that layers save in addition to their inputs.
+        fits: True if a step whose layers save only their inputs fits on the device, and `leaving`
+            fits in host memory.
+        saved: tensors that layers save in addition to their inputs, as one entry for each name
+            ("kv", for example) with the number of layers and the bytes.
         leaving: bytes of saved tensors and inputs that are copied to the host.
         on_device: bytes of saved tensors and inputs that stay on the device until backward.
-        peak: bytes on the device.
+        peak: peak memory of the device in bytes, weights and optimizer state included.
         seconds: seconds of the step.
     """
 
@@ -51,15 +54,15 @@ def predict_auto_offload(
     setting: Setting,
     rates: Rates,
 ) -> AutoOffloadStep | None:
-    """Return the prediction for the fastest step of `offload="auto"` that fits, over some chunk
-    sizes. If none fits, the result has the lowest peak.
+    """Return the prediction for the fastest step of `offload="auto"` that fits in memory, over
+    several chunk sizes. If no step fits, return the prediction with the lowest peak memory.
 
     Args:
         profile: the model's counted costs.
         seq_len: positions of a row.
         sizes: chunk sizes to try, in positions of each row.
         memory: usable bytes of the device, and bytes of host memory (None: no limit).
-        setting: the training setting.
+        setting: the training setting, such as optimizer and number of GPUs.
         rates: the device's speeds (FLOP/s, bytes/s).
 
     Returns:
@@ -100,7 +103,7 @@ def _predict_chunks(
         seq_len: positions of a row.
         size: positions of a chunk.
         memory: usable bytes of the device, and bytes of host memory (None: no limit).
-        setting: the training setting.
+        setting: the training setting, such as optimizer and number of GPUs.
         rates: the device's speeds (FLOP/s, bytes/s).
     """
     usable, host = memory
@@ -111,7 +114,7 @@ def _predict_chunks(
     spent = seconds(method, seq_len, size, rates, setting)
     forward = sum(kernels(parts["forward"], rates))
     backward = spent.phases["backward"]
-    pace = StepSpeed(forward, backward, spent.total, rates.products, rates.forward, rates.link)
+    pace = StepSpeeds(forward, backward, spent.total, rates.products, rates.forward, rates.link)
     shape = MicroBatchShape(tokens, seq_len, profile.batch_size * size)
     step = predicted_move(
         costs_from_json(profile.saves or {}), shape, usable - at.total, host_room, pace

@@ -1,10 +1,10 @@
 """Predict a step of a batch as padded rows, and as one packed row with a shared prompt.
 
 The cost of either step depends on the number of tokens and on the number of keys for each query, so
-the profile of one row applies. G padded rows have G times the tokens of the longest row, and each
-query reads its own row. The packed row has P + sum(C_i) tokens: the shared prompt's P and each
-row's own C_i. The query-key pairs are those of the prompt with itself, of each row's own tokens
-with the prompt, and of these tokens with themselves:
+the profile (counted costs) of one row applies. G padded rows have G times the tokens of the longest
+row, and each query reads its own row. The packed row has P + sum(C_i) tokens: the shared prompt's P
+and each row's own C_i. The query-key pairs are those of the prompt with itself, of each row's own
+tokens with the prompt, and of these tokens with themselves:
 
     P^2 / 2 + sum(P C_i + C_i^2 / 2)
 
@@ -95,8 +95,8 @@ class Batch:
         return sum(self.lengths) - self.prompt * len(self.lengths)
 
     def tokens(self, packed: bool) -> int:
-        """Return the number of tokens that layers compute, padding included, for padded rows or
-        (`packed`) for one packed row."""
+        """Return the number of tokens that layers compute: the tokens of the packed row if
+        `packed`, else the tokens of all rows, padding included."""
         if packed:
             return self.prompt + self.scored
         return len(self.lengths) * self.row
@@ -125,17 +125,18 @@ class Batch:
 class BatchStep:
     """Predicted step of a batch with padded rows, or with all rows packed into one row.
 
-    The step is the fastest that fits in memory. If none fits, the step is the one with the lowest
-    peak.
+    The step is the fastest that fits in memory, over all methods and chunk sizes. If no step fits,
+    it is the step with the lowest peak.
 
     Attributes:
         batch: the batch.
         packed: True if the rows are computed as one packed row.
         tokens: tokens that layers compute, padding included.
         fits: True if the step fits in memory.
-        method: name of the `Method`, such as "streambp saves attn_out".
+        method: name of the `Method` (settings under which a step was counted), such as "streambp
+            saves attn_out".
         chunk_size: positions of a chunk in each row; a packed batch is one row.
-        peak: peak memory of the step.
+        peak: peak memory of the step on device and host, in bytes.
         resident: peak bytes of the same step if layers save only their inputs, and nothing is moved
             to host memory.
         flops: FLOPs of the step.
@@ -166,11 +167,14 @@ def predict_padded_and_packed(
     """Return the fastest step of a batch with padded rows, and the fastest step of the batch as one
     packed row.
 
+    The steps are compared over all methods and chunk sizes. If no step fits in memory, the step
+    with the lowest peak is returned.
+
     Args:
         profile: the model's counted costs for one row (batch_size 1).
         batch: the batch.
         memory: limits of the GPU and the host.
-        setting: the training setting.
+        setting: the training setting, such as optimizer and number of GPUs.
         rates: the device's speeds (FLOP/s, bytes/s).
 
     Raises:
@@ -228,12 +232,13 @@ def predict_padded_and_packed(
 
 
 def work(method: Method, batch: Batch, packed: bool, chunk_size: int) -> dict[str, Work]:
-    """Return the FLOPs, bytes and dispatches of a batch's step, by kind of phase such as "forward".
+    """Return the FLOPs, bytes and dispatches of a batch's step, as a dict by kind of phase:
+    "forward" of all layers, "backward", "head" and so on.
 
     Args:
         method: the way to run the step, with its counted costs.
         batch: the batch.
-        packed: True for one packed row.
+        packed: True for the batch as one packed row; False for padded rows.
         chunk_size: positions of a chunk in each row.
     """
     rows = 1 if packed else len(batch.lengths)
@@ -261,11 +266,12 @@ def work(method: Method, batch: Batch, packed: bool, chunk_size: int) -> dict[st
 
 def batches_table(plan: Plan, ways_of_batches: Sequence[tuple[BatchStep, BatchStep]]) -> str:
     """Return a table that compares, for each batch, a step of padded rows with a step of one packed
-    row. The settings of the last batch's faster step follow, as code to paste.
+    row. Below the table are the settings of the last batch's faster step, as code to paste.
 
     Args:
-        plan: the model's plan.
-        ways_of_batches: both steps of each batch; the batches differ in row length.
+        plan: the model's plan, for the headline and the training setting.
+        ways_of_batches: a pair for each batch: the step of padded rows, and the step of one packed
+            row. The batches differ in row length.
     """
     rows: list[tuple[str, ...]] = [
         ("rows of", "tokens", "GiB", "without saves", "PFLOP", "seconds", "chunk")
@@ -304,8 +310,13 @@ def batches_table(plan: Plan, ways_of_batches: Sequence[tuple[BatchStep, BatchSt
 
 
 def _code_lines(plan: Plan, ways: tuple[BatchStep, BatchStep]) -> list[str]:
-    """Return lines with the settings of a batch's faster step, as code to paste; no lines if none
-    fits."""
+    """Return lines with the settings of a batch's faster step, as code to paste; [] if no step
+    fits.
+
+    Args:
+        plan: the model's plan, which has the training setting.
+        ways: the batch's step of padded rows, and its step of one packed row.
+    """
     fitting = [way for way in ways if way.fits]
     if not fitting:
         return []

@@ -1,8 +1,10 @@
 """Extend the phases of a few layers at a few lengths to the full model at any length.
 
-A phase's peak is the live bytes before the phase plus the bytes that the phase adds. Layers of one
-kind add the same bytes and leave the same bytes behind. The counted layers therefore determine the
-phases of all layers (DESIGN.md section 6: "affine in T and linear in layers").
+A phase is the forward or backward of one layer, of the head or of the embedding. The peak of a
+phase is the live bytes before the phase plus the bytes that the phase adds. Layers of one kind,
+which have the same structure, add the same bytes and leave the same bytes behind. The counted
+layers therefore determine the phases of all layers (DESIGN.md section 6: "affine in T and linear in
+layers").
 """
 
 from __future__ import annotations
@@ -20,19 +22,20 @@ from streambp.planner.work import Work
 
 @dataclasses.dataclass(frozen=True)
 class PhaseMemory:
-    """Memory of one phase of the full model's step, at one row length and chunk size, to which
-    functions of both are fitted.
+    """Memory of one phase of the full model's step, for a given row length and chunk size. `fit`
+    turns such records into functions of both.
 
     Attributes:
-        name: the phase's name.
+        name: the phase's name, such as "backward 35".
         start: bytes in use at its start.
         peak: bytes in use at its peak.
-        gradients: bytes in `.grad` at its start.
+        gradients: bytes in all `.grad` at its start.
         max_other_bytes: dict from bytes of other ranks' attention keys and values to the most bytes
-            of everything else in use at the same time. {} unless ranks share sequences;
-            `lines_of_keys` then computes `peak` and `per_key` from the dict.
-        per_key: bytes of other ranks' keys and values for each unit of `profile.held_keys`, which
-            `peak` does not include.
+            of everything else in use at the same time; {} unless ranks share sequences.
+            `lines_of_keys` computes `peak` and `per_key` from the dict.
+        per_key: bytes of other ranks' keys and values, for each unit of the amount that
+            `profile.held_keys` returns. `peak` does not include these bytes; 0 unless ranks share
+            sequences.
     """
 
     name: str
@@ -47,15 +50,17 @@ def unroll(
     spans: Sequence[Span], shrunk_model: ShrunkModel
 ) -> tuple[list[PhaseMemory], float, dict[str, Work], tuple[float, ...]]:
     """Return the phases of the full model's step, from a counted step of a model with only
-    representative layers. Each counted layer represents all layers of its kind.
+    representative layers. Each counted layer represents all layers of its kind, which have the same
+    structure.
 
     Args:
         spans: phases of the counted step, in order.
         shrunk_model: the representative layers, and the kind of each layer of the full model.
 
     Returns:
-        The phases, the bytes of host memory, the cost (`Work`) by kind of phase, and the bytes
-            exchanged between ranks (`SplitCount.links`).
+        The phases (`PhaseMemory`) in order. The bytes of host memory that the step uses. The costs
+            (`Work`), by kind of phase such as "forward". The bytes exchanged between ranks, in the
+            order of `SplitCount.links`.
     """
     depth = len(shrunk_model.kinds)
     forward = {}
@@ -112,16 +117,16 @@ def unroll(
 def fit(
     points: Sequence[Point], phases: Sequence[Sequence[PhaseMemory]], shrunk_model: ShrunkModel
 ) -> tuple[Phase, ...]:
-    """Return the memory of each phase as a linear function of T, C and the number of chunks, fitted
-    through counts at several (T, C).
+    """Return the memory of each phase as a linear function of T (a row's tokens), C (a chunk's
+    tokens) and the number of chunks. The functions are fitted through counts at several (T, C).
 
-    The result has the first and the last layer of each kind: bytes rise or fall evenly between
-    these two layers, so the two bound all others. A phase may be in the result twice; its memory is
-    then the larger of the two values.
+    Layers of one kind have the same structure. The result has the phases of the first and the last
+    layer of each kind: bytes rise or fall evenly between the two, which bound all others. A phase
+    may be in the result twice; its memory is then the larger of the two values.
 
     Args:
         points: (T, C) of each count: tokens of a row, and tokens of a chunk.
-        phases: the phases of each count, in order.
+        phases: the phases of each count's step, in order.
         shrunk_model: the kind of each layer of the full model.
     """
     fitted = []

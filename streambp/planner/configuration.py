@@ -130,8 +130,8 @@ def build(config: PreTrainedConfig, make: Callable[[PreTrainedConfig], T]) -> T:
 
 
 def _check_numbers(value: Any, name: str, field: str = "") -> None:
-    """Check that the integers in a configuration, also nested ones, are small enough for the
-    planner.
+    """Check that the integers in a configuration, also nested integers, are small enough for the
+    planner, which builds the model on meta tensors.
 
     Args:
         value: the configuration, or a value in it.
@@ -165,11 +165,11 @@ def _check_numbers(value: Any, name: str, field: str = "") -> None:
 def _fields_of(
     error: Exception, fields: dict[str, Any], make: Callable[[dict[str, Any]], Any]
 ) -> str:
-    """Return the configuration's fields that cause an error, as the beginning of an error message;
-    "" for no field or for too many.
+    """Return the configuration's fields that cause an error, for the beginning of an error message.
+    "" for no field or for more than `MAX_FIELDS_IN_MESSAGE`.
 
     Args:
-        error: the error.
+        error: the error that these fields caused in transformers' code.
         fields: the configuration's fields.
         make: creates a model from fields.
     """

@@ -122,7 +122,8 @@ class LiveBytes(TorchDispatchMode):
             self.largest = size
 
     def _subtract_freed(self, key: int, _: Any) -> None:
-        """Subtract the bytes of a storage from the count when the storage is freed."""
+        """Subtract the bytes of a storage from the count. The storage's weak reference calls this
+        method with the storage's `key` when the storage is freed."""
         self.live -= self._alive.pop(key)[1]
 
 
@@ -145,10 +146,11 @@ class CachedCall:
 
     Attributes:
         outputs: list with the shape, stride and dtype of each output, or the output itself if it is
-            no tensor. `ShapeCache.IN_PLACE`: the result is the first argument; `ShapeCache.OUT`:
-            the result is the argument `out`.
+            no tensor. `ShapeCache.IN_PLACE`: the operation returns its first argument.
+            `ShapeCache.OUT`: the operation returns its argument `out`.
         several: True if the operation returns a tuple.
-        work: FLOPs and bytes of the operation.
+        work: FLOPs, bytes that are read and written, and the number of operations that torch
+            starts.
         attends: True for attention backward, whose kernel allocates and frees a workspace.
         routed: number of (token, expert) pairs, for a `topk` that may select experts; 0 otherwise.
     """
@@ -259,8 +261,8 @@ class ShapeCache:
         return type(value), "nan" if value != value else value
 
     def remember(self, key: Any, func: Any, args: Any, kwargs: Any, result: Any) -> Work:
-        """Return the FLOPs and bytes of an operation that was not in the cache, and add the
-        operation to the cache if possible.
+        """Return the cost (`Work`) of an operation that was not in the cache, and add the operation
+        to the cache if possible.
 
         Args:
             key: the cache key, from `lookup`; None: do not cache.
@@ -353,7 +355,8 @@ class StepCount(LiveBytes):
     Args:
         kernels: "flash" or "cudnn": add the workspaces of these attention kernels to the peak;
             None: add none.
-        shapes: cache of operations, which several counts may share; None: a new one.
+        shapes: cache of the output shapes and costs of operations, which several counts may share;
+            None: a new cache.
     """
 
     def __init__(self, kernels: str | None, shapes: ShapeCache | None = None) -> None:
@@ -407,10 +410,14 @@ class StepCount(LiveBytes):
         return outputs[0]
 
     def _count_first(self, func: Any, args: Any, kwargs: Any, key: Any) -> Any:
-        """Return the result of an operation that is not in the cache, count its cost, and cache it.
+        """Return the result of an operation that is not in the cache of shapes, add its cost to the
+        count, and add the operation to the cache.
 
         Operations that read values of a tensor without data get assumed values. Conditions are
         true, and each expert gets an equal share of the tokens.
+
+        The arguments are those of `ShapeCache.remember`; `key` is None if the call cannot be
+        cached.
         """
         if func is aten.rand.default and not args[0]:
             # Compared with the probability that a layer is dropped: no layer is. The number has
@@ -476,12 +483,13 @@ class StepCount(LiveBytes):
         return result
 
     def _grouped(self, a: Tensor, b: Tensor, offs: Tensor | None = None, *_: Any) -> Tensor:
-        """Return the output of a grouped product without data. torch infers this output's shape for
-        bfloat16 alone.
+        """Return the output of `torch._grouped_mm` for tensors without data: a matrix product for
+        each group, such as an expert. This torch function infers the output's shape for bfloat16
+        alone.
 
         Args:
             a: rows of all groups, [tokens, in], or one matrix for each group.
-            b: one matrix for each group, [groups, in, out], or [tokens, out] beside an `a` of
+            b: one matrix for each group, [groups, in, out], or [tokens, out] if `a` is
                 [in, tokens].
             offs: index behind the last token of each group, [groups].
         """
@@ -503,7 +511,7 @@ class StepCount(LiveBytes):
 
     def _workspace(self, func: Any, args: Any) -> None:
         """Update the recorded peak for an attention kernel's workspace, which the kernel allocates
-        and frees within one operation."""
+        and frees within the operation `func(*args)`."""
         if self.kernels is not None:
             self.peak = max(self.peak, self.live + workspace(func, args, self.kernels))
 
@@ -518,8 +526,9 @@ def running_counts(kind: type[Count]) -> list[Count]:
 
 
 def add_flops(number: float, byte_count: float = 0.0) -> None:
-    """Add FLOPs and moved bytes to all active counts (`StepCount`), for matrix products of a kernel
-    that a replacement does not compute."""
+    """Add `number` FLOPs and `byte_count` read and written bytes to all active counts
+    (`StepCount`). The numbers belong to matrix products of a kernel that the kernel's replacement
+    does not compute."""
     for count in running_counts(StepCount):
         count.add(Work(number, traffic=byte_count))
 
@@ -558,13 +567,18 @@ class KernelReplay(torch.autograd.Function):
     def forward(
         ctx: Any, forward: Callable[..., Any], backward: Callable[..., tuple[Any, ...]], *args: Any
     ) -> Any:
-        """Allocate the tensors that the kernel's forward allocates: return `forward(ctx, *args)`.
-        `args` include tensors [...]."""
+        """Call `forward(ctx, *args)` to allocate the tensors of the kernel's forward, and return
+        its result. The function `backward` is stored in `ctx`, and allocates the tensors of the
+        kernel's backward when autograd runs the backward pass.
+
+        `args` are the kernel's arguments: tensors [...] and other values.
+        """
         ctx.replay = backward
         return forward(ctx, *args)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         """Allocate the tensors that the kernel's backward allocates for gradients `grads` [...] of
-        the outputs: return `backward(ctx, *grads)`, the gradients of `args`."""
+        the outputs: call the function `backward` that was given to `forward`. Return None for the
+        two functions, and the gradients of `args`."""
         return None, None, *ctx.replay(ctx, *grads)

@@ -1,5 +1,5 @@
-"""Predict a step of `patch` without settings, for a plan. The policy of real steps chooses saves
-and chunk size, with counted numbers instead of a device's."""
+"""Predict a step of `patch` without settings, for a plan. The policy (`SavesPolicy`) chooses chunk
+size and saved tensors as in real steps, from counted instead of measured numbers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from streambp.offload.costs import GRAPH, Candidate, SavesChoice, StepFigures
 from streambp.offload.host_choice import HostChoice, MovingStep
 from streambp.offload.manager import OffloadManager
 from streambp.offload.policy import SavesPolicy
-from streambp.planner.auto import StepNeed, host_figures, last_waiting_layer, seconds_of
+from streambp.planner.auto import StepNeed, host_figures, last_unfinished_layer, seconds_of
 from streambp.planner.layer_costs import PLAN_DEVICE, costs_from_json
 from streambp.planner.profile import Profile, Setting, bytes_between_steps, peak
 from streambp.planner.seconds import seconds
@@ -31,14 +31,17 @@ class DefaultStep:
     """Prediction for a step of `patch(model)`, which uses the default `StreamConfig()`.
 
     Attributes:
-        way: "streamed", "kept its graph" or "ran unpatched", as in `StepRecord`.
+        way: "streamed" (chunk by chunk), "kept its graph" (one chunk, no recomputation) or "ran
+            unpatched".
         chunk_size: positions of a chunk in each row.
         fits: True if the step would fit in memory with layers that save only their inputs.
-        saved: kinds of tensors that layers save in addition to their inputs.
-        peak: bytes on the device.
+        saved: tensors that layers save in addition to their inputs, as one entry for each name
+            ("kv", for example) with the number of layers and the bytes.
+        peak: peak memory of the device in bytes, weights and optimizer state included.
         seconds: seconds of the step.
-        leaving: bytes that leave for the host.
-        on_device: bytes of saved tensors that stay on the device; 0 if nothing leaves.
+        leaving: bytes of layer inputs and saved tensors that are moved to the host.
+        on_device: bytes of inputs and saved tensors that stay on the device; 0 if nothing is moved
+            to the host.
     """
 
     way: str
@@ -60,15 +63,16 @@ def predict_default_step(
     host: float = 0.0,
 ) -> DefaultStep | None:
     """Return the prediction for a step of `patch(model)` without settings, with rows of `seq_len`
-    positions, after the steps that pay for pinned host memory. [Note: host by seconds]
+    positions. The prediction is for steps after the first ones, which pin the host memory.
+    [Note: host by seconds]
 
     Args:
         profile: the model's counted costs.
         seq_len: positions of a row.
         usable: bytes of the device that a program can use.
-        setting: the training setting.
+        setting: the training setting, such as optimizer and number of GPUs.
         rates: the device's speeds (FLOP/s, bytes/s).
-        host: bytes of host memory for saved tensors.
+        host: bytes of host memory for saved tensors; 0: no tensor is moved to the host.
 
     Returns:
         None if nothing can be predicted: sequences are sharded, ZeRO-3 is used, or the costs of the
@@ -133,16 +137,17 @@ def predict_default_step(
 
 
 def _peak_with_saves(phases: Mapping[str, float], plan: Mapping[int, list[Candidate]]) -> float:
-    """Return the largest number of bytes on the device in the phases of a step.
+    """Return the peak memory of a step in bytes: the largest number of bytes on the device in a
+    phase, saved tensors included.
 
     Args:
-        phases: bytes of each phase, without saved tensors.
+        phases: bytes of each phase without saved tensors, by name such as "backward 35".
         plan: tensors that each layer saves, by the layer's index.
     """
     largest = 0.0
     for name, total in phases.items():
         for index, candidates in plan.items():
-            if index <= last_waiting_layer(name):
+            if index <= last_unfinished_layer(name):
                 total += sum(candidate.bytes for candidate in candidates)
         largest = max(largest, total)
     return largest
@@ -155,8 +160,9 @@ def _host_choice(
     steps with tensors on the host were not counted, or the host has no room.
 
     Args:
-        profile: the counted model.
-        figures: predictions about the model's steps; receives those of steps that move tensors.
+        profile: the model's counted costs.
+        figures: predictions about the model's steps. The function sets its attribute `on_host`, the
+            predictions for steps that move tensors.
         rates: the device's speeds (FLOP/s, bytes/s).
         host: bytes of host memory for saved tensors.
     """
@@ -171,11 +177,12 @@ def _host_choice(
 
 
 class _HostMemory(OffloadManager):
-    """Host memory of a planned step, which is no memory of this machine.
+    """Offload manager of a planned step, whose host memory is a number of bytes instead of this
+    machine's memory.
 
     Args:
-        headroom: bytes for saved tensors.
-        layers: number of layers.
+        headroom: bytes of host memory for saved tensors.
+        layers: number of layers of the model.
     """
 
     def __init__(self, headroom: float, layers: int) -> None:
@@ -191,7 +198,7 @@ def _moving_step(step: MovingStep, rows: int, usable: float) -> DefaultStep:
     """Return the prediction for a step that moves saved tensors to the host.
 
     Args:
-        step: the policy's prediction.
+        step: the prediction of `SavesPolicy` for a step of all rows.
         rows: rows of the batch.
         usable: bytes of the device that a program can use.
     """

@@ -83,7 +83,12 @@ def delta_rule(
 
 class DeltaRuleSizes:
     """Sizes of one call of fla's delta-rule kernel, and methods that create empty tensors of its
-    usual shapes, by which the kernel's memory is counted."""
+    usual shapes, by which the kernel's memory is counted.
+
+    Args:
+        k: keys [B, T, H, K]; the new tensors get their dtype and device.
+        v: values [B, T, H_v, V].
+    """
 
     def __init__(self, k: Tensor, v: Tensor) -> None:
         self.rows, self.tokens, self.heads, self.keys = k.shape
@@ -93,7 +98,7 @@ class DeltaRuleSizes:
 
     def tensor_per_token(self, width: int, dtype: torch.dtype | None = None) -> Tensor:
         """Return an empty tensor [B, T, H_v, width], with `width` numbers for each token and value
-        head."""
+        head. `dtype` None is the dtype of the keys."""
         return self._k.new_empty(self.rows, self.tokens, self.value_heads, width, dtype=dtype)
 
     def states(self) -> Tensor:
@@ -117,11 +122,12 @@ class DeltaRuleSizes:
 
     def flops(self, between: int, within: int) -> None:
         """Add the FLOPs of the kernel's products of tokens with states, and of tokens with the
-        tokens of their block, to the active counts.
+        tokens of their block, to the active counts (`StepCount`).
 
         Args:
             between: number of products with a state.
-            within: number of products of tokens with their block, each over K or V columns.
+            within: number of products of tokens with their block; the mean of K and V is taken as
+                the number of columns.
         """
         pairs = 2 * between * self.keys * self.values + within * BLOCK_TOKENS * (
             self.keys + self.values
@@ -143,7 +149,7 @@ def _chunk_delta_rule(
     count memory. Return the output [B, T, H_v, V] and the end state [B, H_v, K, V].
 
     Shapes: q, k [B, T, H, K], v [B, T, H_v, V], g [B, T, H_v] or [B, T, H_v, K], beta [B, T, H_v],
-    start [B, H_v, K, V] or None.
+    start [B, H_v, K, V] or None. `normalises` is True if the kernel scales q and k to unit length.
     """
     # copies of q and k live until the end
     q_in, k_in, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
@@ -186,7 +192,9 @@ def _chunk_delta_rule(
 
 def _chunk_delta_rule_backward(ctx: Any, d_out: Tensor, d_end: Tensor) -> tuple[Tensor | None, ...]:
     """Allocate the tensors of the backward of fla's chunked delta rule without computing them, to
-    count its memory for d_out [B, T, H_v, V]. Return the gradients of forward's tensors.
+    count memory. The arguments are the gradients of the output [B, T, H_v, V] and of the end state
+    [B, H_v, K, V]. Return the gradients of forward's q, k, v, g, beta and start, and None for
+    `normalises`.
 
     The start state's gradient is in float32, and so is g's if each head has one decay. Other
     gradients have their tensors' dtypes.

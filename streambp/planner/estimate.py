@@ -56,10 +56,15 @@ class MethodEstimate:
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """Result of `estimate`: costs of a step with each method, for rows of `seq_len` positions and
-    chunks of `chunk_size` on each rank.
+    """Result of `estimate`: costs of a step with each method, such as gradient checkpointing.
 
-    `profile` is valid for other lengths and settings as well (`profile.peak`).
+    Attributes:
+        profile: the model's counted costs, from which `profile.peak` and other functions predict
+            steps of other lengths and settings.
+        setting: the training setting, such as optimizer and number of GPUs.
+        seq_len: positions of a row.
+        chunk_size: positions of a chunk, on each rank.
+        methods: the costs of a step with each method.
     """
 
     profile: Profile
@@ -78,7 +83,7 @@ class Estimate:
 
     @property
     def streamed(self) -> MethodEstimate:
-        """Return the costs of a step under streambp, chunk by chunk."""
+        """Return the costs of a step under streambp, with layers computed chunk by chunk."""
         return next(method for method in self.methods if method.name.startswith("streambp"))
 
 
@@ -102,7 +107,7 @@ def estimate(
 ) -> Estimate:
     """Estimate bytes, FLOPs and seconds of one training step, without weights and without a GPU.
 
-    The step is counted (DESIGN.md section 6).
+    The operations of the step are counted on tensors without data (DESIGN.md section 6).
 
     Args:
         model_or_config: an id on the Hub, a checkpoint's folder, a config.json, a configuration, or
@@ -111,24 +116,25 @@ def estimate(
         batch_size: number of rows.
         chunk_size, saves, offload: as in `StreamConfig`; "auto" is the chunk size that `patch`
             chooses on a device whose free memory is unknown.
-        setting: GPUs, ZeRO stage, optimizer and so on; `Setting()` if None.
+        setting: the training setting: number of GPUs, ZeRO stage, optimizer and so on; None:
+            `Setting()`, one GPU with Adam.
         lora: rank of adapters on every Linear of the layers; all other parameters are frozen. A
             PeftModel has its own adapters.
         bits: 4 or 8 for a quantised frozen base.
         dtype: dtype of the weights, unless a model is passed.
-        device: "cpu" counts the kernels that a CPU would run.
+        device: type of the device whose kernels and memory are counted.
         attention: attention kernels on a GPU, whose workspaces are counted.
         mixers: code of recurrent and convolutional layers: the "kernels" of fla, mamba_ssm and
             causal_conv1d, plain "torch" as in transformers, or the kernels "installed" here; None:
             kernels, and torch on a CPU.
-        rates: rates of the GPU, for seconds: a name in `rates.DEVICES`, a file of
-            `--measure-device`, or `Rates`.
+        rates: speeds of the GPU (FLOP/s, bytes/s), for the seconds: a name in `rates.DEVICES`, a
+            file of `--measure-device`, or `Rates`.
         kernels: code of norms, gated activations and rotary embeddings, as in `StreamConfig`;
             "auto": Liger's on a GPU if liger-kernel is installed here.
 
     Returns:
-        Costs of steps with no checkpointing, checkpointing, checkpointing with a fused head, and
-            streambp.
+        Costs of steps with four methods: no checkpointing, gradient checkpointing, gradient
+            checkpointing with a loss that never has all logits in memory, and streambp.
 
     Raises:
         StreamBPError: the model is unknown, or has no layers that stream.
@@ -156,6 +162,7 @@ def estimate(
 
 
 def check_length(field: str, value: int) -> None:
-    """Raise ConfigError unless the value is a positive integer."""
+    """Raise ConfigError unless the value is a positive integer. The message calls the value by the
+    name `field`."""
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_NUMBER:
         raise ConfigError(f"{field} is {short_repr(value)}; it must be a positive whole number.")

@@ -25,14 +25,16 @@ def exchanged_bytes(
     included.
 
     Args:
-        split: the kind of sequence sharding.
-        seq_len: positions of a row.
-        setting: the training setting.
+        split: the kind of sequence sharding (Ulysses or context parallelism), with its counted
+            bytes.
+        seq_len: positions of a full row, over all ranks.
+        setting: the training setting, which has the number of ranks.
 
     Returns:
-        Four numbers. Bytes of all-to-alls (Ulysses) or of summed key gradients, for which the step
-            waits. Bytes of gathered keys. Number of groups of heads that are gathered one after the
-            other. Bytes read and written on the device to reorder keys.
+        Four numbers. Bytes of all-to-alls (Ulysses) or of summed key gradients (context
+            parallelism), for which the step waits. Bytes of gathered keys. Number of groups of
+            heads that are gathered one after the other. Bytes read and written on the device to
+            reorder keys.
     """
     ranks = setting.ranks
     if split.by == ULYSSES:
@@ -72,10 +74,11 @@ def exchange_seconds(
 
     Args:
         method: the counted costs of the step.
-        seq_len: positions of a row.
+        seq_len: positions of a full row, over all ranks.
         setting: the training setting; None: no exchanges.
         rates: the device's speeds (FLOP/s, bytes/s).
-        attention: seconds of a step's attention on one rank.
+        attention: seconds of a step's attention on one rank; context parallelism gathers keys
+            during this time.
     """
     if method.split is None or setting is None:
         return 0.0

@@ -57,7 +57,8 @@ def fusion(kernels: Kernels, device: str) -> Fusion | None:
 
 def _norm_kernel(ctx: Any, x: Tensor, weight: Tensor, by: Fusion) -> Tensor:
     """Allocate the tensors of a fused norm's forward without computing them, to count memory.
-    Return the output [..., h]. Saved for backward are x [..., h] and one float32 for each row."""
+    Return the output [..., h]. Saved for backward are x [..., h] and one float32 for each row. `by`
+    names the kernel's source, Liger or torch.compile."""
     with one_kernel(2 * x.nbytes):
         ctx.save_for_backward(x, x.new_empty(x.shape[:-1], dtype=torch.float32))
         ctx.weight = weight
@@ -85,7 +86,7 @@ norm_kernel = functools.partial(KernelReplay.apply, _norm_kernel, _norm_kernel_b
 def _gate_kernel(ctx: Any, gate: Tensor, up: Tensor, by: Fusion) -> Tensor:
     """Allocate the tensors of a fused gated activation's forward without computing them, to count
     memory. Return act(gate) * up [..., m] without values, for gate and up [..., m]. Both are saved
-    for backward."""
+    for backward. `by` names the kernel's source, Liger or torch.compile."""
     with one_kernel(3 * gate.nbytes):
         ctx.save_for_backward(gate, up)
         ctx.by = by
@@ -109,7 +110,7 @@ gate_kernel = functools.partial(KernelReplay.apply, _gate_kernel, _gate_kernel_b
 def _rotary_kernel(ctx: Any, q: Tensor, k: Tensor, by: Fusion) -> tuple[Tensor, Tensor]:
     """Return tensors with the shapes of q [B, H, T, D] and k [B, H_kv, T, D] after a fused kernel's
     rotary embedding. Nothing is computed, because the planner only counts the memory and the bytes
-    moved. Nothing is saved for backward."""
+    moved. Nothing is saved for backward. `by` names the kernel's source, Liger or torch.compile."""
     ctx.traffic = 2 * (q.nbytes + k.nbytes)
     ctx.by = by
     with one_kernel(ctx.traffic):
@@ -137,7 +138,8 @@ def fuse_layers(model: nn.Module, by: Fusion | None) -> int:
 
     Args:
         model: the model, on meta or fake tensors.
-        by: the kernels; None: replace only forwards that Liger has installed already.
+        by: the kernels' source, Liger or torch.compile. None: replace only forwards that Liger has
+            installed already, which need data.
     """
     fusion = by or "liger"
 
@@ -185,7 +187,7 @@ def fused_rotary(model: nn.Module, by: Fusion | None) -> contextlib.AbstractCont
 
     Args:
         model: the model, on meta or fake tensors.
-        by: the kernels; None: replace Liger's functions only.
+        by: the kernels' source, Liger or torch.compile; None: replace only functions of Liger.
     """
     replacements = []
     for space in globals_of(model):
@@ -201,7 +203,8 @@ def fused_rotary(model: nn.Module, by: Fusion | None) -> contextlib.AbstractCont
 
 def _rotary(function: Any, by: Fusion, /, q: Tensor, k: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Call `function`, the modeling file's rotary embedding, unless q is a meta or fake tensor:
-    then allocate the tensors of a fused kernel without computing them."""
+    then allocate the tensors of a fused kernel without computing them. `by` names the kernel's
+    source, Liger or torch.compile."""
     if has_data(q):
         return function(q, k, *args, **kwargs)
     return rotary_kernel(q, k, by)

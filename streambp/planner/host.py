@@ -16,9 +16,15 @@ from streambp.planner.skeleton import Skeleton
 
 
 class UncountedHost(Engine):
-    """Offload engine for a run in which the planner counts a step's device memory. The run has a
-    single device, the CPU or meta, so memory allocated for the host would otherwise be counted as
-    device memory. Copies are synchronous."""
+    """Offload engine for a run in which the planner counts a step's device memory. Host memory is
+    allocated outside of the count: the run has a single device, the CPU or meta, so this memory
+    would be counted as device memory. Copies are synchronous.
+
+    Args:
+        device: the device of the run.
+        skeleton: the model without data; host memory then has no data either. None: host memory has
+            data.
+    """
 
     def __init__(self, device: torch.device, skeleton: Skeleton | None = None) -> None:
         super().__init__(device)
@@ -56,6 +62,12 @@ class CountingManager(OffloadManager):
 
     The count is the sum of the tensors that are stored until backward. If a layer's keys and values
     are streamed from the host, those of the largest layer are added.
+
+    Args:
+        layers: number of layers of the model.
+        gpu_memory: device bytes for keys and values of the running layer and for saved tensors;
+            None: keys and values stay on the device.
+        engine: the engine that allocates the host memory; None: the usual engine of the device.
     """
 
     def __init__(
@@ -82,10 +94,18 @@ class CountingManager(OffloadManager):
         needs_clone: bool = False,
     ) -> TensorEntry | None:
         """Store a tensor [...] on the host like `OffloadManager.move_to_host`, and count its bytes
-        of host memory.
+        of host memory. Return the record of the copy.
 
-        The bytes of all tensors saved for backward are added up. K and V are on the host for one
-        layer at a time, so the largest layer's bytes are counted.
+        The bytes of all tensors saved for backward are added up. Keys and values are on the host
+        for one layer at a time, so the largest layer's bytes are counted.
+
+        Args:
+            holding: host memory of the micro-batch.
+            engine: engine of the tensor's device.
+            tensor: the tensor.
+            optional: True if backward can recompute the tensor.
+            needs_clone: True if other code may change the tensor in place before the copy has
+                ended.
         """
         entry = super().move_to_host(holding, engine, tensor, optional, needs_clone)
         if holding.stack.kind == MICRO_BATCH:

@@ -33,13 +33,13 @@ class HostLayers:
     Attributes:
         layers: number of layers in host memory.
         of: number of all layers.
-        bytes: bytes of their weights.
+        bytes: bytes of the weights of these layers.
         last: bytes of the last two of these layers, which are still on the device when backward
             begins.
         largest: bytes of the largest of these layers.
         decoded: bytes of one layer's dequantized 4-bit weights, without the layer's largest weight,
             whose dequantized copy is already a part of every step's peak.
-        trained: bytes of trained weights among them; their gradients have equally many.
+        trained: bytes of the trained weights among these weights; the gradients have as many bytes.
         part: `trained` divided by the bytes of all trained weights of the model.
     """
 
@@ -71,7 +71,8 @@ def device_gradients(
 
     Args:
         phases: (name, bytes of gradients) of each phase of the step, in order.
-        on_host: the layers in host memory, whose gradients move to the host; None: no layer.
+        on_host: the first layers of the model, whose weights are in host memory and whose gradients
+            move there; None: no layer.
     """
     if on_host is None or not on_host.part:
         return [gradients for _, gradients in phases]
@@ -87,12 +88,12 @@ def device_gradients(
 
 def first_layers(sizes: Sequence[int], layers: int, decoded: int = 0) -> HostLayers:
     """Return the `HostLayers` record for a model whose first `layers` layers have their weights in
-    host memory.
+    host memory. The record's `trained` and `part` are 0.
 
     Args:
         sizes: bytes of the weights of every layer of the model.
         layers: number of layers in host memory.
-        decoded: the value of `HostLayers.decoded`.
+        decoded: bytes of one layer's dequantized 4-bit weights, as in `HostLayers.decoded`.
     """
     host_sizes = sizes[:layers]
     return HostLayers(
@@ -112,7 +113,7 @@ def fewest_layers(sizes: Sequence[int], lacking: float, decoded: int = 0) -> Hos
     Args:
         sizes: bytes of the weights of every layer of the model.
         lacking: bytes to free.
-        decoded: the value of `HostLayers.decoded`.
+        decoded: bytes of one layer's dequantized 4-bit weights, as in `HostLayers.decoded`.
     """
     total = 0
     largest = 0
@@ -126,15 +127,17 @@ def fewest_layers(sizes: Sequence[int], lacking: float, decoded: int = 0) -> Hos
 
 def add_copies(step: Mapping[str, Work], on_host: HostLayers | None) -> dict[str, Work]:
     """Return the costs of a step (`Work`) by kind of phase. Layers whose weights are in host memory
-    get separate entries, which include the copies of weights and gradients.
+    get separate entries ("forward, weights from the host", for example), which include the copies
+    of weights and gradients.
 
     Weights are copied to the device in forward and in backward, gradients to the host in backward.
     The last two of these layers are still on the device when backward begins, so their weights are
     copied once.
 
     Args:
-        step: the costs (FLOPs, bytes, dispatches) by kind of phase.
-        on_host: the layers in host memory; None: no layer.
+        step: the costs (FLOPs, bytes, dispatches) by kind of phase, such as "forward" of all
+            layers.
+        on_host: the first layers of the model, whose weights are in host memory; None: no layer.
     """
     costs = dict(step)
     if on_host is None:

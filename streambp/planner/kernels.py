@@ -38,9 +38,11 @@ class CountedCall:
     Attributes:
         peak: most bytes in use during the call, beyond the bytes before it.
         largest: bytes of the largest storage that the call allocated.
-        work: FLOPs, bytes and dispatches.
-        outputs: the results' shapes, strides and dtypes, as in `CachedCall.outputs`.
-        several: True if the result is a tuple.
+        work: FLOPs, bytes that operations read and write, and number of operations that torch
+            starts.
+        outputs: list with the shape, stride and dtype of each result, or the result itself if it is
+            no tensor.
+        several: True if the function returns a tuple; False: a single result.
     """
 
     peak: int
@@ -65,11 +67,12 @@ class CountedCalls:
         self._counted_calls: dict[Any, CountedCall | None] = {}
 
     def run(self, function: Callable[..., Any], key: Any, *args: Any) -> Any:
-        """Return `function(*args)`, or new tensors like its results if a call with equal shapes was
-        counted.
+        """Return `function(*args)`, or new tensors like its results if a call with the same
+        function, `key` and shapes was counted before.
 
         Args:
-            function: a function whose allocations, except for its results, end with the call.
+            function: a function that frees all its allocations, except for its results, before it
+                returns.
             key: values that decide memory and cost, in addition to the shapes of tensors.
             args: the arguments. Tensors have any shape.
         """
@@ -102,12 +105,13 @@ class CountedCalls:
         return outputs[0]
 
     def _count_first(self, count: StepCount, key: Any, call: Callable[[], Any]) -> Any:
-        """Return the result of a call with new shapes, and store the call's memory and cost.
+        """Return the result of a call with new shapes, and store the call's memory and cost under
+        `key` for later calls.
 
         Args:
             count: the running count.
-            key: key of the shapes.
-            call: the call.
+            key: the function, the shapes and other values that decide memory and cost.
+            call: runs the function with its arguments.
         """
         live = count.live
         peak = count.peak
@@ -140,7 +144,7 @@ class CountedCalls:
 
 def _extent(x: Tensor) -> int:
     """Return the number of elements in memory from the first element of x [...] to the last one,
-    which x's storage must have."""
+    both included."""
     if x.numel() == 0:
         return 0
     return 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
@@ -149,10 +153,8 @@ def _extent(x: Tensor) -> int:
 @contextlib.contextmanager
 def launched_kernels(calls: CountedCalls) -> Iterator[None]:
     """Context manager in which streambp's Triton kernels (for logits, and for merged attention
-    outputs) count the bytes that they move, without a launch. Plain attention is counted once for
-    each shape.
-
-    See `planner/count.py`.
+    outputs) count the bytes that they move, without a launch. Plain attention (matrix products and
+    softmax in torch) is counted once for each shape, and its later calls add the same numbers.
 
     Args:
         calls: cache of the counted calls.
@@ -177,7 +179,7 @@ def launched_kernels(calls: CountedCalls) -> Iterator[None]:
 
     def merge(o: Tensor, lse: Tensor, part_o: Tensor, *args: Any) -> None:
         """Merge attention outputs o and part_o [b, t, H, D], and count the bytes of one kernel
-        launch."""
+        launch. The arguments are those of `merge_in_torch`."""
         out, *all_read = args[1:]
         traffic = o.nbytes + part_o.nbytes + out.nbytes
         with one_kernel(traffic):

@@ -60,7 +60,7 @@ def launcher_settings_of(
 
     Args:
         fields: the fields by name, as JSON values; empty: the defaults.
-        setting: the training setting.
+        setting: the training setting, whose ZeRO stage is a part of the line for DeepSpeed.
         on_host: True if layers have their weights in host memory, which the line for DeepSpeed
             replaces by a remark.
     """

@@ -35,11 +35,11 @@ MAX_COUNTED_CHUNKS = 2048
 
 class Law(NamedTuple):
     """Coefficients of a linear function of a step's features, which predicts the step's bytes or
-    FLOPs. There is one number for each of 1, T, C, N, keys, T N, T C, T^2, E and C E.
+    FLOPs. The fields are, in order, the coefficients of 1, T, C, N, K, T N, T C, T^2, E and C E.
 
-    T is the tokens of a row, C the tokens of a chunk, N the number of chunks. E is the number of
-    key blocks that a chunk attends to, minus one, summed over the chunks. A step's `Features` have
-    the same fields.
+    T is the tokens of a row, C the tokens of a chunk, N the number of chunks. K is the amount of
+    other ranks' keys (`profile.held_keys`). E is the number of key blocks that a chunk attends to,
+    minus one, summed over the chunks. A step's `Features` have the same fields.
     """
 
     constant: float = 0.0
@@ -55,7 +55,8 @@ class Law(NamedTuple):
 
     def at(self, step: Features, total: float = 0.0) -> float:
         """Return the function's value for a step (bytes or FLOPs, for example): `total` plus the
-        sum of coefficient times feature."""
+        sum of coefficient times feature. `step` has the features of the step, such as its tokens
+        and chunks."""
         for coefficient, feature in zip(self, step, strict=True):
             total += coefficient * feature
         return total
@@ -106,8 +107,10 @@ class PhaseLaws:
 
     Attributes:
         name: the kind.
-        laws: a function of T and C for each field of `Work`: FLOPs, bytes, dispatches.
-        k_block: number of keys in an attention block.
+        laws: a function of T and C for each field of `Work` (FLOPs, bytes, dispatches), in the
+            order of the fields.
+        k_block: number of keys in an attention block, the part of the keys that one kernel call
+            reads.
     """
 
     name: str
@@ -128,7 +131,7 @@ def features(tokens: float, chunk: float, keys: float = 0.0, k_block: int = 0) -
         tokens: T, tokens of a row.
         chunk: C, tokens of a chunk; 0: the sequence is not chunked.
         keys: amount of other ranks' keys, as `profile.held_keys` returns.
-        k_block: number of keys in a block; 0: do not count blocks.
+        k_block: number of keys in an attention block; 0: the features that count blocks are 0.
     """
     if chunk:
         chunks = math.ceil(tokens / chunk)
@@ -186,7 +189,8 @@ def fit_work(
         name: the kind of phase, such as "forward".
         points: (T, C) of each count: tokens of a row, and tokens of a chunk.
         costs: the counted costs at each point.
-        k_block: number of keys in an attention block.
+        k_block: number of keys in an attention block, the part of the keys that one kernel call
+            reads.
         count_of_own: number of points, from the first on, through which bytes copied to and from
             the host are fitted; None: all points.
         encoder: length of the rows of the model's encoder: "fixed", "same" as the decoder's, or ""

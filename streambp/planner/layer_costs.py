@@ -29,12 +29,12 @@ def observed_layer_costs(
     """Return bytes and FLOPs of the tensors that each of these layers may save, by layer index. The
     second result is True if every layer could also run its unpatched forward with the same results.
 
-    The costs come from a step of two chunks. The result is {} for a model with several backbones.
-    The step changes `skeleton`, which cannot be used again.
+    The costs come from a step of two chunks. The result is ({}, False) for a model with several
+    backbones. The step changes `skeleton`, which cannot be used again.
 
     Args:
         skeleton: the model, on meta or fake tensors.
-        config: the settings.
+        config: settings of `patch`; chunk size, saves, offloading and memory limits are replaced.
         layers: indices of the layers.
     """
     if len(find_stacks(skeleton.model).stacks) > 1:
@@ -75,6 +75,9 @@ def counted_saves(skeleton: Skeleton, layers: int) -> dict[str, Any] | None:
     """Return bytes and FLOPs of the tensors that each layer may save under saves="auto", as JSON
     types for `Profile.saves`. None if they cannot be counted on meta tensors.
 
+    The dict has the keys "kinds" and "layers" of `costs_as_json`. "vocabulary" is the vocabulary
+    size, 0 without an output projection. "plain" is True if every layer could also run unpatched.
+
     Args:
         skeleton: the model for a GPU, on meta tensors; cannot be used again.
         layers: number of layers of the model.
@@ -95,7 +98,8 @@ def counted_saves(skeleton: Skeleton, layers: int) -> dict[str, Any] | None:
 
 def costs_as_json(costs: Iterable[LayerCost]) -> dict[str, Any]:
     """Return costs of layers, the bytes and FLOPs of tensors for `saves`, as JSON types for a file.
-    The dict has the distinct kinds of layers with their costs, and the kind of each layer.
+    "kinds" is a list of the different costs. "layers" is a list with the index of each layer's
+    costs in "kinds".
 
     Args:
         costs: the layers' costs, in order. Devices of the layers are left out.

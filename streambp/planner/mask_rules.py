@@ -25,11 +25,11 @@ rectangles = masks.rectangular_spans
 
 
 def masks_from_positions() -> contextlib.AbstractContextManager[None]:
-    """Return a context manager in which bidirectional masks of batches without data and padding are
-    evaluated from positions.
+    """Return a context manager in which attention masks of bidirectional layers are evaluated from
+    positions, because the batch's tensors (on meta, or fake) have no values.
 
-    Masks that depend on values read all keys, because every condition on tensors without data
-    counts as true.
+    Batches with a padding mask are left out. A query counts as reading all keys if the mask depends
+    on values of tensors, because a condition on tensors without values counts as true.
     """
     return replace_attribute([masks], "rectangular_spans", [_position_rectangles])
 
@@ -37,13 +37,16 @@ def masks_from_positions() -> contextlib.AbstractContextManager[None]:
 def _position_rectangles(
     mask: LazyMask, batch_size: int, length: int, device: torch.device
 ) -> Spans | DenseMask:
-    """Return the keys that each query reads, for a planned batch whose tensors have no data.
-    Replaces `masks.rectangular_spans`, which evaluates the mask on the batch's values.
+    """Return the keys that each query reads in bidirectional attention, for a batch whose tensors
+    (on meta, or fake) have no values. Replaces `masks.rectangular_spans` during a count.
+
+    The result is a `DenseMask` if the mask can be evaluated from positions and a query does not
+    read all keys. Otherwise it is the result of `masks.rectangular_spans`.
 
     Args:
-        mask: the mask's description.
+        mask: arguments of transformers' mask function, from which the mask can be computed.
         batch_size: rows of the batch.
-        length: T.
+        length: T, tokens of a row.
         device: device of the batch.
     """
     if mask.is_bidirectional or mask.description.get("attention_mask") is not None:
@@ -64,16 +67,16 @@ def _position_rectangles(
 def _reach_and_barriers(
     function: Any, length: int
 ) -> tuple[tuple[tuple[int, int], ...], tuple[Barrier, ...]] | None:
-    """Return two tuples: the interval of keys that each block of SCAN_TILE_SIZE (a constant)
-    consecutive queries reads, and the positions where no chunk may end. None if every query reads
-    all keys.
+    """Return two tuples: intervals of keys, and the ranges of positions where no chunk may end.
+    None if every query reads all keys.
 
-    Each query is assumed to read an interval of keys that contains the query. The interval's ends
-    are assumed not to fall from one query to the next.
+    Each block of SCAN_TILE_SIZE (a constant) consecutive queries has an interval (first, end) of
+    keys that the block reads; `end` is exclusive. Each query is assumed to read an interval of keys
+    that contains the query. The interval's ends are assumed not to fall from one query to the next.
 
     Args:
-        function: transformers' mask function of row, head, query and key.
-        length: T.
+        function: transformers' mask function, called with indices of row, head, query and key.
+        length: T, tokens of a row.
     """
     firsts = range(0, length, SCAN_TILE_SIZE)
     pairs = []
@@ -101,13 +104,15 @@ def _reach_and_barriers(
 
 def _evaluate(function: Any, query: Tensor, key: Tensor) -> Tensor:
     """Return a bool tensor: True where the mask function lets a query read a key, in row 0 and head
-    0. The scan of a mask calls this function. The result's shape is that of `query` [n] or [n, 1]
-    broadcast with `key` [n] or [1, T].
+    0. The result's shape is that of `query` [n] or [n, 1] broadcast with `key` [n] or [1, T].
 
     Args:
-        function: the mask function.
-        query: positions of queries.
-        key: positions of keys.
+        function: transformers' mask function, called with indices of row, head, query and key.
+        query: positions of queries, on the CPU.
+        key: positions of keys, on the CPU.
+
+    Raises:
+        NotImplementedError: the function's result has no values (it is on meta).
     """
     zero = torch.zeros((), dtype=torch.long, device="cpu")
     result: Any = function(zero, zero, query, key)

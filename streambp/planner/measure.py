@@ -33,13 +33,13 @@ from streambp.planner.survey import STREAMED_RECIPES, UNPATCHED_RECIPE, Counter,
 
 @dataclasses.dataclass(frozen=True)
 class PhaseComparison:
-    """Predicted and measured peak bytes of one phase of a step, relative to the bytes before the
-    step.
+    """Predicted and measured peak of a phase of a training step, in bytes beyond the bytes in use
+    before the step.
 
     Attributes:
-        phase: the phase's name.
-        predicted: counted bytes.
-        measured: bytes of the real step.
+        phase: the phase's name, such as "head" or "backward 35" (for layer 35).
+        predicted: peak bytes, counted on tensors without data.
+        measured: peak bytes in the real step.
     """
 
     phase: str
@@ -54,19 +54,19 @@ def compare_step(
     chunk_size: int,
     snapshot: Path | None = None,
 ) -> list[PhaseComparison]:
-    """Run one chunked training step, and return predicted and measured peak bytes of each of its
-    phases.
+    """Run one chunked training step, and return predicted and measured peak bytes of each phase.
 
     The step is measured by the allocator's bytes on an accelerator, and by the bytes of live
-    storages elsewhere.
+    storages elsewhere. A first step, which is not measured, runs before it. The model is patched
+    for both steps, and unpatched again with gradients of None.
 
     Args:
         model: the model, unpatched; its gradients must be None.
         ids: [B, T] tokens, also used as labels.
         config: settings of the step.
         chunk_size: tokens of a chunk.
-        snapshot: path for torch's memory snapshot of the step (CUDA; open it at
-            pytorch.org/memory_viz).
+        snapshot: path for torch's memory snapshot of the step, which pytorch.org/memory_viz shows;
+            CUDA only. None: no snapshot.
 
     Raises:
         StreamBPError: the model cannot be chunked, or a snapshot was requested without CUDA.
@@ -130,9 +130,11 @@ def compare_step(
 
 
 def compare_default(model: nn.Module, ids: Tensor) -> tuple[DefaultStep, DefaultStep | None] | None:
-    """Predict and run a training step of `streambp.patch(model)` without settings.
+    """Predict and run a training step of `streambp.patch(model)` without settings, to compare the
+    prediction with the measurement. The model is unpatched afterwards.
 
-    A step before it, which is not measured, runs the tests of the layers.
+    A first step is not measured. streambp tests in this step, on random tokens, if the layers can
+    be chunked.
 
     Args:
         model: the model, unpatched; its gradients must be None.
@@ -180,8 +182,8 @@ def compare_default(model: nn.Module, ids: Tensor) -> tuple[DefaultStep, Default
 
 
 def _step(model: nn.Module, ids: Tensor) -> StepRecord:
-    """Run forward and backward of tokens `ids` [B, T], clear the gradients, and return the step's
-    record, for comparison with the prediction."""
+    """Run forward and backward of a patched model on tokens `ids` [B, T], and set the gradients to
+    None. Return the step's `StepRecord`: chunk size, saved tensors and so on."""
     try:
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         if is_accelerator(ids.device):
@@ -194,8 +196,10 @@ def _step(model: nn.Module, ids: Tensor) -> StepRecord:
 
 
 def uncount_host(model: nn.Module) -> None:
-    """Replace the offload manager of a patched CPU model, so that a count of tensor storages does
-    not include the copies on the host."""
+    """Replace the object that offloads tensors of a patched CPU model (`OffloadManager`), so that a
+    count of live storages does not include the offloaded copies. The count would otherwise include
+    the copies, because device and host are both the CPU. Models without offloading stay as they
+    are."""
     installed: PatchState = model._streambp  # type: ignore[assignment]
     layer_states = installed.steps.layer_states
     if layer_states and layer_states[0].config.always_moves:

@@ -39,17 +39,18 @@ class MeasuredSizes:
     """Sizes of the kernels that are run to measure a device.
 
     Attributes:
-        rows: n, for matrix products of [n, hidden] with [hidden, inner] and back.
+        rows: several n; for each, [n, hidden] is multiplied by [hidden, inner], and the result by
+            [inner, hidden].
         hidden: columns of the products' input.
-        inner: columns of the products' intermediate.
-        length: queries of the attention.
+        inner: columns of the first product's result.
+        length: queries of the attention, and its keys.
         heads: query heads of the attention.
         kv_heads: key and value heads of the attention.
         head_size: columns of a head.
-        tokens: tokens of the norms.
-        copied: bytes of the copies.
-        times: number of samples of each kernel.
-        heat: seconds of work before the first sample, which heat the GPU.
+        tokens: rows of the RMSNorm's input [tokens, hidden], which measures memory bandwidth.
+        copied: bytes of each copy between device and host.
+        times: number of timed samples of each kernel, whose median counts.
+        heat: seconds of untimed work before the first sample, which heat the GPU.
     """
 
     rows: tuple[int, ...]
@@ -70,12 +71,12 @@ CPU_SIZES = MeasuredSizes((256,), 256, 768, 512, 4, 2, 64, 1024, 2**22, 3, 0.0)
 
 
 def measure_device(kind: str, sizes: MeasuredSizes | None = None) -> Rates:
-    """Return the measured speeds (FLOP/s, bytes/s) of the current accelerator, or of this machine's
-    CPU.
+    """Return measured speeds (FLOP/s, bytes/s) of the current accelerator or this machine's CPU.
 
     Args:
         kind: device type, such as "cuda" or "cpu".
-        sizes: sizes of the measured kernels; None: the sizes most relevant for training steps.
+        sizes: sizes of the measured kernels; None: `GPU_SIZES` or `CPU_SIZES`, sizes that are usual
+            in training steps.
     """
     device = torch.device(kind)
     gpu = is_accelerator(device)
@@ -119,7 +120,8 @@ def measure_device(kind: str, sizes: MeasuredSizes | None = None) -> Rates:
         streams = [torch.Stream(device) if gpu else contextlib.nullcontext() for _ in range(2)]
 
         def copies() -> None:
-            """Start a copy to the host and a copy from the host."""
+            """Start a copy to the host and a copy from the host, on two streams at the same
+            time."""
             for stream, target, source in zip(
                 streams, (host[0], to_host), (on_device, host[1]), strict=True
             ):
@@ -151,10 +153,12 @@ def measure_device(kind: str, sizes: MeasuredSizes | None = None) -> Rates:
 
 
 def seconds_of_run(run: Callable[[], object], device: torch.device, times: int) -> float:
-    """Return the seconds of one run on a device: the median of `times` samples.
+    """Return the seconds of one call of `run`, whose work is on a device: the median of `times`
+    samples.
 
-    A sample has enough runs to hide the host's cost of a launch and a synchronization. This cost is
-    a part of a small product's time. The first run is not counted.
+    A sample is the average of several calls, at most MAX_RUNS, that take MIN_SAMPLE_SECONDS
+    together. The cost of a synchronization then matters little. A first call and a first sample are
+    not counted.
     """
     run()
     samples = list[float]()
@@ -184,7 +188,7 @@ def _attention(
     the kernel that chunked layers would use.
 
     Args:
-        clock: returns the seconds of a function's run.
+        clock: returns the seconds of one call of the function that it is given.
         sizes: sizes of the measured kernels.
         device: the device.
         dtype: dtype of q, k and v.
@@ -204,7 +208,7 @@ def _attention(
 
 
 def _norm(x: Tensor, weight: Tensor) -> Tensor:
-    """Return RMSNorm of x [n, h], in plain torch, whose time measures the device's memory
-    bandwidth."""
+    """Return the RMSNorm of x [n, h] with weight [h], computed by plain torch. The time of this
+    function measures the device's memory bandwidth."""
     wide = x.float()
     return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)

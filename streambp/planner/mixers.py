@@ -47,8 +47,8 @@ class MixerKernel:
     has a kernel.
 
     Attributes:
-        parameters: names of parameters by which the function is recognized.
-        package: the kernel's package.
+        parameters: names of parameters that a function must have to be recognized as this one.
+        package: name of the package with the kernel, such as "fla".
         allocate: function that makes the kernel's allocations and computes nothing.
         arguments: names of the function's arguments that `allocate` takes, in order.
         asks_for_end: name of the argument that requests the end state as a second result; "": the
@@ -97,13 +97,14 @@ MIXER_KERNELS = (
 def stand_in(
     function: Any, kernel: MixerKernel, signature: inspect.Signature, /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Return the result of a modeling file's function. If the first argument is a meta or fake
-    tensor, make the allocations of a package's kernel in place of the call, and compute nothing.
+    """Call a function of a transformers modeling file, and return its result. If the first argument
+    is a meta or fake tensor, make the allocations of a package's kernel instead of the call, and
+    return tensors without values.
 
-    A model with data that trains at the same time is not affected.
+    A model with data that trains at the same time uses the same function, and is not affected.
 
     Args:
-        function: the modeling file's function.
+        function: the modeling file's function, in whose place this function is called.
         kernel: the kernel, and the function that makes its allocations.
         signature: the function's signature.
         args: positional arguments of the call.
@@ -132,9 +133,12 @@ def _plain_function(function: Any) -> Callable[..., Any]:
 
 
 def mixers_of(model: nn.Module) -> list[tuple[dict[str, Any], str, MixerKernel]]:
-    """Return the functions of a model's recurrent and convolutional layers for which packages have
-    kernels, as tuples of (namespace, name, kernel). A namespace is a dict of globals or of a
-    module's attributes, and `name` is the function's key in it."""
+    """Return the functions of a model's recurrent and convolutional layers for which a package has
+    kernels, as tuples (namespace, name, kernel).
+
+    The namespace is a dict: the globals of a modeling file, or a module's attributes. `name` is the
+    function's key in this dict.
+    """
     mixers = []
     for space in (*globals_of(model), *(vars(module) for module in model.modules())):
         for name, value in space.items():
@@ -167,9 +171,8 @@ def globals_of(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def uncountable_packages(model: nn.Module) -> list[str]:
-    """Return the names of kernel packages that a model's files import, except for packages of
-    `mixers_of`. The kernels of the returned packages cannot be counted, so plain torch is counted
-    instead."""
+    """Return the names of kernel packages that a model's modeling files import, and whose kernels
+    the planner cannot count. The planner counts transformers' plain torch code in their place."""
     counted_packages = {kernel.package for _, _, kernel in mixers_of(model)}
     imported = set()
     for space in globals_of(model):
@@ -181,10 +184,12 @@ def uncountable_packages(model: nn.Module) -> list[str]:
 
 @contextlib.contextmanager
 def replaced_functions(functions: Sequence[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
-    """Context manager that replaces functions in modules' globals, and restores them afterwards.
+    """Context manager that replaces functions in dicts of globals or attributes, and restores them
+    at the end.
 
     Args:
-        functions: (namespace, name, replacement) of each function.
+        functions: (namespace, name, replacement) of each function: the dict, the function's key in
+            it, and the new function.
     """
     originals = [(space, name, space[name]) for space, name, _ in functions]
     try:
@@ -202,7 +207,8 @@ def replace_mixers(model: nn.Module, mixers: Mixers) -> contextlib.AbstractConte
 
     Args:
         model: the model, on meta or fake tensors.
-        mixers: the packages whose kernels are assumed.
+        mixers: the packages whose kernels are assumed: all ("kernels"), those that can be imported
+            ("installed"), or none ("torch"). Functions of other packages are not replaced.
     """
     replacements = []
     for space, name, kernel in mixers_of(model):
@@ -226,7 +232,8 @@ def is_counted(package: str, mixers: Mixers) -> bool:
 
 
 def is_installed(package: str) -> bool:
-    """True if the package can be imported. Only then transformers uses the package's kernels."""
+    """True if a package of kernels, for example "fla", can be imported. If it cannot, transformers
+    uses plain torch."""
     try:
         importlib.import_module(package)
     except Exception:  # kernels built for another torch fail in many ways
@@ -237,7 +244,13 @@ def is_installed(package: str) -> bool:
 def assumed_kernels(model: nn.Module, mixers: Mixers) -> str:
     """Return text about the count of recurrent and convolutional layers: the packages whose kernels
     were assumed, and the packages in whose place plain torch was counted. "" if the model has no
-    such layers."""
+    such layers.
+
+    Args:
+        model: the model.
+        mixers: the packages whose kernels were assumed: all ("kernels"), those that can be imported
+            ("installed"), or none ("torch").
+    """
     packages = dict.fromkeys(kernel.package for _, _, kernel in mixers_of(model))
     stand = []
     for package in packages:

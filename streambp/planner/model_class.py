@@ -29,8 +29,8 @@ AUDIO_STRIDE = 2  # audio frames of a position of Whisper's encoder
 
 
 def build_as(config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
-    """Return a model of a configuration. The class is the one of a causal language model, unless
-    the configuration says otherwise.
+    """Return a new model of a configuration. The class is that of a causal language model, except
+    for the configurations below.
 
     Attention is bidirectional if the configuration has is_causal=False or
     use_bidirectional_attention, or if its models are masked language models. A bidirectional model
@@ -40,7 +40,7 @@ def build_as(config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
 
     Args:
         config: the configuration, which is not changed.
-        options: arguments of `from_config`, such as the dtype.
+        options: arguments of transformers' `from_config`, such as the dtype.
     """
     kind = type(config)
     is_masked = (
@@ -72,27 +72,28 @@ def build_as(config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
 
 
 def says_bidirectional(config: PreTrainedConfig) -> bool:
-    """True if a field of the configuration makes the attention of a decoder bidirectional. Such a
-    model may have no language-model head."""
+    """True if the configuration has is_causal=False or use_bidirectional_attention, which make the
+    attention of a decoder bidirectional. Such a model may have no language-model head."""
     bidirectional = getattr(config, "use_bidirectional_attention", None)
     return getattr(config, "is_causal", True) is False or bidirectional in (True, "all")
 
 
 def _has_no_head(config: PreTrainedConfig) -> bool:
-    """True if `architectures` names a class that is no language model (an embedding model)."""
+    """True if the configuration's field `architectures` names a class without a language-model
+    head, such as an embedding model. False if the field is empty."""
     names: Sequence[str] = getattr(config, "architectures", None) or ()
     return bool(names) and not names[0].endswith(LANGUAGE_MODEL_SUFFIXES)
 
 
 def inputs_of(model: nn.Module, ids: Tensor, encoder_len: int | None = None) -> dict[str, Any]:
-    """Return the arguments of a model's forward for a batch of token ids [B, T]. The ids are the
-    decoder's tokens of an encoder-decoder, whose encoder gets zeros.
+    """Return the keyword arguments of a model's forward for a batch of token ids [B, T], by name.
+    The decoder of an encoder-decoder gets these ids, and the encoder gets zeros.
 
     Args:
         model: the model.
         ids: the token ids.
-        encoder_len: positions of each row of the encoder; None: T, or as many as the encoder's
-            configuration fixes.
+        encoder_len: positions of each row of the encoder, if the model has one; None: T, or the
+            length that the encoder's configuration fixes.
 
     Raises:
         ConfigError: the encoder reads neither tokens nor Whisper's audio.
@@ -118,11 +119,11 @@ def inputs_of(model: nn.Module, ids: Tensor, encoder_len: int | None = None) -> 
 
 
 def check_encoder_len(model: nn.Module, encoder_len: int | None) -> None:
-    """Check that a number of positions of the encoder applies to the model.
+    """Check that a requested length of the encoder's rows is possible for the model.
 
     Args:
         model: the model.
-        encoder_len: positions of each row of the encoder; None: not given.
+        encoder_len: positions of each row of the encoder; None: no length was requested.
 
     Raises:
         ConfigError: the model has no encoder, or one whose rows have another fixed length.
@@ -143,8 +144,8 @@ def check_encoder_len(model: nn.Module, encoder_len: int | None) -> None:
 
 
 def refuse_biases(model: nn.Module) -> None:
-    """Raise if attention modules of the model add T5's bias by distance, whose values for all pairs
-    the count of unstreamed layers would leave out.
+    """Raise if attention modules of the model add a bias by the distance of query and key, as T5
+    does. The bias of all pairs of positions takes memory that the planner cannot count.
 
     Args:
         model: the model.
@@ -162,17 +163,17 @@ def refuse_biases(model: nn.Module) -> None:
 
 
 def is_encoder_decoder(model: nn.Module) -> bool:
-    """True if the model has a decoder that reads an encoder's output. A count then needs rows for
-    the encoder as well."""
+    """True if the model has a decoder that reads an encoder's output. A counted step then needs an
+    input for the encoder as well."""
     return getattr(getattr(model, "config", None), "is_encoder_decoder", False) is True
 
 
 def fixed_positions(model: nn.Module) -> int | None:
-    """Return the number of positions in each encoder row, if the encoder reads audio of a fixed
-    length (Whisper). None if the encoder reads tokens.
+    """Return the number of positions in each row of the encoder's output, if the encoder reads
+    audio of a fixed length (Whisper). None if the encoder reads tokens, in rows of any length.
 
     Raises:
-        ConfigError: the encoder reads something else.
+        ConfigError: the encoder reads neither tokens nor Whisper's audio.
     """
     name = getattr(model, "main_input_name", "input_ids")
     if name == "input_ids":
@@ -188,8 +189,8 @@ def fixed_positions(model: nn.Module) -> int | None:
 
 
 def _has_prefix(model: nn.Module) -> bool:
-    """True if each row of the model has a bidirectional prefix, as PaliGemma's rows have. The
-    model's forward then gets another argument."""
+    """True if tokens at the start of each row attend in both directions, as in PaliGemma. The
+    model's forward then needs `token_type_ids`, which mark these tokens."""
     configs = (getattr(module, "config", None) for module in model.modules())
     return any(getattr(config, "model_type", "") == PREFIX_TYPE for config in configs)
 
@@ -197,14 +198,15 @@ def _has_prefix(model: nn.Module) -> bool:
 def loss_of(
     model: nn.Module, ids: Tensor, has_head: bool, encoder_len: int | None = None
 ) -> Tensor:
-    """Run a model's forward on token ids [B, T], all of them labelled, and return the scalar loss.
-    The loss of a model without a language-model head is the mean of its hidden states.
+    """Run a model's forward on token ids [B, T], which are also the labels, and return the scalar
+    loss. The loss of a model without a language-model head is the mean of its hidden states.
 
     Args:
         model: the model.
         ids: the token ids.
         has_head: True if the model has a language-model head.
-        encoder_len: positions of each row of an encoder-decoder's encoder; None: as in `inputs_of`.
+        encoder_len: positions of each row of an encoder-decoder's encoder; None: T, or the length
+            that the encoder's configuration fixes.
     """
     inputs = inputs_of(model, ids, encoder_len)
     if has_head:
@@ -218,13 +220,15 @@ def loss_of(
 def assumptions(
     model: nn.Module, layers: Iterable[nn.Module], has_head: bool, encoder_len: int | None
 ) -> tuple[str, ...]:
-    """Return texts on what a count assumes of a model that is no causal language model.
+    """Return texts for a plan, with the assumptions under which memory was counted for a model that
+    is no causal language model. () for a causal language model.
 
     Args:
         model: the model.
-        layers: its streamed layers.
+        layers: the model's decoder layers, which streambp computes in chunks.
         has_head: True if the model has a language-model head.
-        encoder_len: positions of each row of an encoder-decoder's encoder; None: as in `inputs_of`.
+        encoder_len: positions of each row of an encoder-decoder's encoder; None: the length of the
+            decoder's rows, or the length that the encoder's configuration fixes.
     """
     if is_encoder_decoder(model):
         positions = encoder_len or fixed_positions(model)

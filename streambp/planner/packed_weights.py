@@ -31,18 +31,20 @@ FOUR_BIT_BYTES = 0.5 + 4 / 64  # bytes for each parameter, with a float32 for ea
 
 
 def parameters_of(parameter: Tensor) -> int:
-    """Return the number of model parameters in a tensor [...]. A plan reports these numbers. A
-    quantised weight may store several parameters in one element."""
+    """Return the number of model parameters in a tensor [...], as a plan reports them. The number
+    exceeds the tensor's elements for a quantised weight with several parameters in each element."""
     return int(getattr(parameter, PARAMETER_COUNT_ATTRIBUTE, parameter.numel()))
 
 
 def bytes_of(parameter: Tensor) -> int:
-    """Return the bytes that a parameter [...] stores in the model that a skeleton represents."""
+    """Return the bytes that a parameter takes in the real model, quantization statistics included.
+    The argument is the parameter's copy [...] on meta or fake tensors (in a `Skeleton`)."""
     return int(getattr(parameter, STORED_BYTES_ATTRIBUTE, parameter.nbytes))
 
 
 def inner_bytes(tensor: Tensor) -> int | None:
-    """Return the bytes of the inner tensors of a tensor subclass [...]; None for a plain tensor."""
+    """Return the bytes of the inner tensors of a tensor subclass [...], such as torchao's quantised
+    weight; None for a plain tensor."""
     flatten = getattr(tensor, FLATTEN_METHOD, None)
     if flatten is None:
         return None
@@ -55,8 +57,9 @@ def inner_bytes(tensor: Tensor) -> int | None:
 
 
 def statistics_of(weights: ParametrizationList) -> list[Tensor]:
-    """Return the tensors [...] that a weight's parametrizations need beside the packed weight: in
-    buffers, in attributes, and in attributes of plain objects there."""
+    """Return the tensors [...] that are needed beside a packed weight to dequantize the weight,
+    for example absmax. These tensors are buffers or attributes of the parametrizations, or in
+    bitsandbytes' `quant_state` object."""
     statistics: dict[int, Tensor] = {}
     for module in weights:
         state = type(getattr(module, QUANT_STATE, None))
@@ -70,8 +73,8 @@ def statistics_of(weights: ParametrizationList) -> list[Tensor]:
 
 
 def decoded_size(weights: ParametrizationList) -> int | None:
-    """Return the number of parameters of a parametrized weight; None if no parametrization says its
-    shape."""
+    """Return the number of elements of a parametrized weight after dequantization. None if none of
+    its parametrizations has the shape of the dequantized weight."""
     for module in weights:
         shape = getattr(getattr(module, QUANT_STATE, module), "shape", None)
         if shape is not None:
@@ -81,10 +84,10 @@ def decoded_size(weights: ParametrizationList) -> int | None:
 
 class CountedExperts(CountedPackedWeight):
     """Parametrization of experts in 4 bits, when memory and FLOPs are counted on meta or fake
-    tensors. Each read allocates the decoded weight, as bitsandbytes does.
+    tensors. Each read of the parameter allocates the dequantized weight, as bitsandbytes does.
 
     Args:
-        weight: the weight [E, n, m] before it is packed.
+        weight: the weight [E, n, m] of all E experts, before it is packed.
     """
 
     def __init__(self, weight: Tensor) -> None:
@@ -93,19 +96,21 @@ class CountedExperts(CountedPackedWeight):
         self.dtype = weight.dtype
 
     def forward(self, packed: Tensor) -> Tensor:
-        """Return a tensor [E, n, m] that represents the decoded weight, for packed bytes
-        [bytes]."""
+        """Return an uninitialized tensor [E, n, m] in place of the dequantized weight, for packed
+        bytes [bytes]."""
         return packed.new_empty(self.shape, dtype=self.dtype)
 
 
 def pack_experts(layer: nn.Module) -> int:
-    """Store the frozen weights [E, n, m] of a layer's experts in 4 bits. Return their number."""
+    """Replace the frozen weights [E, n, m] of a layer's E experts by packed 4-bit weights, when
+    memory is counted. Return the number of replaced weights."""
     return sum(_pack(module, name) for module, name in list(_frozen_experts(layer)))
 
 
 def _frozen_experts(layer: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """Yield the modules and names of the parameters [E, n, m] of experts that are not trained.
-    peft's modules around experts have the experts as an attribute with another name."""
+    """Yield (module, parameter name) for each parameter [E, n, m] of experts that is not trained.
+    All modules with "experts" in their path are searched, because peft wraps the experts' module.
+    """
     for path, module in layer.named_modules():
         if "experts" not in path:
             continue
@@ -117,8 +122,8 @@ def _frozen_experts(layer: nn.Module) -> Iterator[tuple[nn.Module, str]]:
 
 
 def _pack(module: nn.Module, name: str) -> int:
-    """Store a parameter [E, n, m] of a module in 4 bits, as bitsandbytes' `replace_parameter_4bit`
-    does. Return 1."""
+    """Replace a parameter [E, n, m] of a module by a packed 4-bit one, as bitsandbytes'
+    `replace_parameter_4bit` does. Return 1, which the caller adds up to the number of weights."""
     weight = module._parameters[name]
     assert weight is not None
     size = int(weight.numel() * FOUR_BIT_BYTES)
@@ -139,12 +144,14 @@ def _pack(module: nn.Module, name: str) -> int:
 
 
 def _begin_cache(module: nn.Module, args: Any) -> None:
-    """Have a weight decoded once in a call of the experts."""
+    """Enable torch's parametrization cache, so that one call of the experts' module dequantizes
+    each weight once: a forward pre-hook of the module."""
     parametrize._cache_enabled += 1
 
 
 def _end_cache(module: nn.Module, args: Any, output: Any) -> None:
-    """Free the weights that a call of the experts has decoded."""
+    """Disable torch's parametrization cache, and free the weights that a call of the experts'
+    module has dequantized: a forward hook of the module."""
     parametrize._cache_enabled = max(0, parametrize._cache_enabled - 1)
     if not parametrize._cache_enabled:
         parametrize._cache = {}

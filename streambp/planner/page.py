@@ -50,11 +50,11 @@ def page(
     Args:
         plan: the plan at the start, with the initial state of the controls.
         name: the model's name, for the heading.
-        other_profiles: profiles of the same model with other training (LoRA, for example), by the
-            page's labels.
+        other_profiles: counted costs of the same model with other training (LoRA, for example), by
+            the page's labels for the training. None: only the plan's own training is on the page.
         training: label of the plan's own training.
-        unfused: profiles without fused kernels, by the same labels, for a switch on the page; None
-            or empty: the page has no switch.
+        unfused: counted costs without fused kernels, by the same labels, one for each profile on
+            the page. A switch on the page selects them. None or empty: the page has no switch.
     """
     memory = plan.memory
     setting = plan.setting
@@ -94,11 +94,12 @@ def page(
 
 
 def part(file: str) -> str:
-    """Return the text of a file that the HTML page contains, such as "plan.js"."""
+    """Return the text of a file of the package that becomes a part of the HTML page, such as
+    "plan.js"."""
     return (resources.files("streambp.planner") / "web" / file).read_text("utf-8")
 
 
 def _embedded(profile: Profile) -> dict[str, Any]:
-    """Return a profile as JSON types for the HTML page, which does not need `saves`: `saves` is
-    None."""
+    """Return a profile as JSON types for the HTML page. The field `saves` (costs of the tensors
+    that saves="auto" may save) is None, because the page does not use it."""
     return to_json(dataclasses.replace(profile, saves=None))

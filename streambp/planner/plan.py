@@ -59,7 +59,7 @@ class Memory:
     Attributes:
         gpu: bytes of the device's memory.
         host: bytes of host memory that this rank may use; None: no limit.
-        reserve: fraction of the device's memory that a step may not use, for the CUDA context,
+        reserve: fraction of the device's memory that a step may not use, left to the CUDA context,
             fragmentation and other libraries.
     """
 
@@ -85,7 +85,8 @@ class Choice:
         method: name of the `Method`, such as "checkpointing" or "streambp saves attn_out".
         saves: the value of `StreamConfig.saves`.
         offload: the value of `StreamConfig.offload`.
-        chunk_size: positions of a chunk in each row of a rank; `seq_len` for unpatched steps.
+        chunk_size: positions of a chunk in each row of a rank; `seq_len` for unpatched steps, which
+            have no chunks.
         seq_len: positions of a full sequence, also if ranks share it.
         peak: peak memory on each rank.
         flops: FLOPs of the step, summed over the ranks that share a sequence.
@@ -96,7 +97,8 @@ class Choice:
             receives equally many.
         on_host: layers with weights in host memory; None: no layer.
         hidden_from: smallest number of positions of a row at which copies of these weights take no
-            extra time; None: the copies always do, or there are none.
+            extra time. None: copies take extra time at any length, or no weights are in host
+            memory.
     """
 
     method: str
@@ -127,11 +129,11 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class LongestSequence:
-    """Longest sequence with which a step of one method fits into memory.
+    """Longest sequence with which a training step of one method fits into memory.
 
     Attributes:
-        method: name of the `Method`.
-        seq_len: positions of the sequence.
+        method: name of the `Method`, such as "checkpointing" or "streambp saves attn_out".
+        seq_len: positions of the sequence; 0 if no sequence fits.
         binds: cause that longer sequences do not fit: name of the phase that exceeds the GPU's
             memory, or "host memory".
     """
@@ -143,11 +145,11 @@ class LongestSequence:
 
 @dataclasses.dataclass(frozen=True)
 class MethodStep:
-    """Predicted seconds of a step of one method at the plan's length, with the fastest chunk size
-    that fits into memory (the smallest if none fits).
+    """Predicted seconds of a step of one method at the plan's sequence length. The chunk size is
+    the fastest that fits into memory, or the smallest if none fits.
 
     Attributes:
-        method: name of the `Method`.
+        method: name of the `Method`, such as "checkpointing" or "streambp saves attn_out".
         chunk_size: positions of a chunk in each row; all of the row for unpatched steps.
         fits: True if the step fits into memory.
         peak: bytes of device memory at the step's peak.
@@ -169,8 +171,8 @@ class Lever:
     the change.
 
     Attributes:
-        change: description for the plan's text.
-        seq_len: positions.
+        change: the change in words, for the plan's text.
+        seq_len: positions of the longest sequence that fits after the change.
     """
 
     change: str
@@ -184,13 +186,15 @@ class Plan:
 
     Attributes:
         profile: the model's counted costs.
-        setting: the training setting.
+        setting: the training setting: number of GPUs, ZeRO stage, optimizer and so on.
         memory: memory limits of each rank.
         seq_len: positions of a row; 0 if "max" was requested and no row fits.
-        choice: the fastest step that fits at `seq_len`; None if none fits.
-        binds: `LongestSequence.binds` of the longest sequence under streambp.
-        levers: changes that would allow a longer sequence, the simplest first.
-        longest: the longest sequence of each method.
+        choice: the fastest step with fixed settings that fits at `seq_len`; None if none fits.
+        binds: name of the phase of a streamed step in which longer sequences exceed the GPU's
+            memory, or "host memory".
+        levers: changes outside of streambp's settings (more GPUs, for example) that allow a longer
+            sequence, the simplest first.
+        longest: the longest sequence of each method (way to run a step).
         times: seconds of a step of each method at `seq_len`.
         rates: speeds of the device (FLOP/s, bytes/s).
         by_default: prediction for `patch(model)` without settings; None if the step cannot be
@@ -217,7 +221,8 @@ class Plan:
     @property
     def default_wins(self) -> bool:
         """True if `patch(model)` without settings fits, and takes less than 99.5 % of the seconds
-        of `choice`. False with weights="cpu", because weights stay on the device by default."""
+        of `choice`, the fastest step with fixed settings. False if the plan has weights="cpu",
+        because `patch(model)` keeps weights on the device."""
         default = self.by_default
         if default is None or self.choice is None or not default.fits:
             return False
@@ -227,8 +232,9 @@ class Plan:
 
     @property
     def both_rooms_win(self) -> bool:
-        """True if `offload="auto"` fits, and takes less than 99.5 % of the seconds of `choice` and
-        of `patch(model)` without settings. False with weights="cpu"."""
+        """True if a step with `offload="auto"` fits, and takes less than 99.5 % of the seconds of
+        `choice` and of `patch(model)` without settings. Such a step saves tensors on the device and
+        on the host. False if the plan has weights="cpu"."""
         combined = self.both_rooms
         if combined is None or not combined.fits or self.setting.weights == "cpu":
             return False
@@ -243,8 +249,8 @@ class Plan:
 
     @property
     def next_fastest(self) -> tuple[MethodStep, ...]:
-        """Return seconds of the two fastest methods after the chosen one, the faster first. Only
-        methods that compute in chunks and fit into memory count."""
+        """Return the predicted steps of the two fastest methods besides the method of `choice`, the
+        faster first. Only methods that compute in chunks and fit into memory count."""
         if self.choice is None:
             method = None
         else:
@@ -289,23 +295,23 @@ def plan(
         gpu_memory: bytes of each GPU, as a number or "80GiB".
         reserve: fraction of the GPU memory that stays free.
         host_memory: bytes of host memory for all ranks together; None: no limit.
-        model_or_config, batch_size, lora, bits, dtype, device, attention, mixers, kernels: as in
-            `estimate`.
+        model_or_config, batch_size, lora, bits, dtype, device, attention, mixers, kernels: the
+            model, its number of rows and the assumed kernels, as in `estimate`.
         setting: GPUs, ZeRO stage and optimizer; `Setting()` if None.
         rates: rates of the GPU, for seconds: a name in `rates.DEVICES`, a file of
             `--measure-device`, or `Rates`.
         cache: store the counted profile for later plans of this model, and reuse a stored one.
         said: progress callback; arguments are a text and the finished fraction.
-        every_split: count every kind of sequence sharding, for the HTML page.
+        every_split: count every kind of sequence sharding, not the setting's alone, for a web page.
         lora_targets: names of the Linears that get adapters; empty: all that peft accepts.
         with_liger: plan as if liger-kernel were installed.
         methods: names of the methods (`Method.name`) to count; empty: all.
-        encoder_len: positions of each row of an encoder-decoder's encoder; None: as many as the
-            decoder has, or as the configuration fixes. `seq_len` is the decoder's.
+        encoder_len: positions of each row of an encoder-decoder's encoder; None: the decoder's
+            (`seq_len`), or the number that the configuration fixes.
 
     Raises:
-        StreamBPError: the model or the device is unknown, the model does not stream, or not over
-            this number of ranks, or an argument is out of range.
+        StreamBPError: the model or the device is unknown, the model cannot be chunked or sharded
+            over this number of ranks, or an argument is out of range.
     """
     device_rates = rates_of(rates)
     setting = setting or Setting()
@@ -347,15 +353,15 @@ def plan_profile(
 ) -> Plan:
     """Return the `Plan` for a model whose costs were counted.
 
-    weights="auto" keeps the layers' weights on the device for each method whose step fits. If a
-    step does not fit, the weights of the smallest sufficient number of first layers move to host
-    memory. The fastest of all these steps is chosen.
+    weights="auto" keeps the layers' weights on the device for each method (way to run a step) whose
+    step fits. If a step does not fit, the weights of the smallest sufficient number of first layers
+    move to host memory. The fastest of all these steps is chosen.
 
     Args:
         profile: the model's counted costs.
-        seq_len: positions of a row; "max": the most that fit.
+        seq_len: positions of a row; "max": the most that fit under streambp.
         memory: memory limits of each rank.
-        setting: the training setting.
+        setting: the training setting: number of GPUs, ZeRO stage, optimizer, weights and so on.
         rates: the device's speeds (FLOP/s, bytes/s).
 
     Raises:
@@ -412,9 +418,17 @@ def plan_profile(
 
 
 def allow_host_weights(profile: Profile, setting: Setting) -> Setting:
-    """Return a copy of the setting whose `on_host` has all layers if a plan may move weights to
-    host memory. `on_host` is None with weights="device", for several GPUs, and for layers without
-    weights that can move."""
+    """Return a copy of the setting, in which `on_host` states if a plan may move layers' weights to
+    host memory.
+
+    `on_host` has all layers if weights may move; for each step, the plan then moves the layers that
+    the step needs to move. `on_host` is None if no weights may move: with weights="device", for
+    several GPUs, and if no layer has weights that can move.
+
+    Args:
+        profile: the model's counted costs, with the bytes of each layer's weights.
+        setting: the training setting.
+    """
     on_host = put_weights_on_host(profile, setting)
     if on_host is None or setting.weights == "device":
         return dataclasses.replace(setting, on_host=None)
@@ -422,11 +436,11 @@ def allow_host_weights(profile: Profile, setting: Setting) -> Setting:
 
 
 def put_weights_on_host(profile: Profile, setting: Setting) -> Setting | None:
-    """Return a copy of the setting whose `on_host` has all layers, with their frozen weights in
-    host memory.
+    """Return a copy of the setting whose `on_host` has all layers: the frozen weights of every
+    layer are in host memory.
 
-    Trained weights are in host memory as well if weights="cpu". The result is None for several
-    GPUs, or if no layer has weights that can move.
+    Trained weights are in host memory as well if `setting.weights` is "cpu". The result is None for
+    several GPUs, or if no layer has weights that can move.
     """
     sizes = profile.frozen
     trained = 0
@@ -486,8 +500,8 @@ def choose(
     setting: Setting,
     rates: Rates = DEVICES[DEFAULT_DEVICE],
 ) -> Choice | None:
-    """Return the fastest step that fits into memory, over all given methods and all chunk sizes;
-    None if none fits.
+    """Return the fastest step that fits into memory, over all given methods (ways to run a step)
+    and all chunk sizes that a plan tries; None if none fits.
 
     Steps within half a percent of the fastest count as equally fast; the least host memory decides
     between them, then the largest chunk.
@@ -538,8 +552,8 @@ def options(
     setting: Setting,
     rates: Rates,
 ) -> Iterator[Choice]:
-    """Yield one `Choice` for each method and each chunk size of a plan, also for steps that do not
-    fit into memory.
+    """Yield one `Choice` for each method (way to run a step) and each chunk size that a plan tries,
+    also for steps that do not fit into memory.
 
     An unpatched method has no chunks and yields one `Choice`.
 
@@ -588,8 +602,8 @@ def place_weights(
     """Return a step's peak memory, and a copy of the setting whose `on_host` has the layers with
     weights in host memory during this step (None: no layer).
 
-    weights="auto" moves the smallest number of layers with which the step fits the device.
-    Unpatched steps keep all weights on the device.
+    setting.weights="auto" moves the smallest number of first layers with which the step fits the
+    device, and "cpu" moves all layers. Unpatched steps keep all weights on the device.
 
     Args:
         profile: the model's counted costs.
@@ -615,8 +629,14 @@ def place_weights(
 
 def set_room(profile: Profile, memory: Memory, setting: Setting) -> Setting:
     """Return a copy of the setting in which `room` is an eighth of the device memory that is free
-    at the start of a step. A rank may use these bytes for keys and values gathered from other
-    ranks."""
+    at the start of a step. Under context parallelism a rank may use so many bytes for keys and
+    values gathered from other ranks.
+
+    Args:
+        profile: the model's counted costs, with the bytes of weights and optimizer state.
+        memory: memory limits of each rank.
+        setting: the training setting.
+    """
     between_steps = bytes_between_steps(profile, setting)
     free = (
         memory.usable
@@ -630,11 +650,11 @@ def set_room(profile: Profile, memory: Memory, setting: Setting) -> Setting:
 def longest_sequence(
     profile: Profile, method: Method, memory: Memory, setting: Setting
 ) -> LongestSequence:
-    """Return the longest sequence with which a step of one method fits into memory, in the smallest
-    chunks of a plan.
+    """Return the longest sequence with which a step of one method fits into memory, with the
+    smallest chunk size of `chunk_sizes`, which needs the least memory.
 
-    A method that saves bytes for each chunk (layers with recurrent states) is tried with every
-    chunk size.
+    A method whose layers save bytes for each chunk (recurrent states) may need less memory with
+    larger chunks. Such a method is tried with every chunk size.
 
     Args:
         profile: the model's counted costs.
@@ -665,14 +685,14 @@ def longest_sequence(
 
 
 def fits(at: Peak, memory: Memory) -> bool:
-    """True if a step fits into memory: its peak is at most the usable device memory, and its host
-    bytes are within the limit of host memory."""
+    """True if a step with the peak memory `at` fits: its device bytes are at most the usable device
+    memory, and its host bytes are within the limit."""
     return at.total <= memory.usable and (memory.host is None or at.host <= memory.host)
 
 
 def chunk_sizes(batch_size: int) -> tuple[int, ...]:
-    """Return the chunk sizes that a plan tries for a batch of `batch_size` rows, in positions of
-    each row, the largest first."""
+    """Return the chunk sizes that a plan tries for a batch of `batch_size` rows, the largest first.
+    A chunk size is a number of positions of each row, so more rows get smaller chunks."""
     return tuple(
         dict.fromkeys(floor_power_of_two(max(1, tokens // batch_size)) for tokens in CHUNK_TOKENS)
     )
@@ -680,11 +700,12 @@ def chunk_sizes(batch_size: int) -> tuple[int, ...]:
 
 def _levers(profile: Profile, seq_len: int, memory: Memory, setting: Setting) -> Iterator[Lever]:
     """Yield changes outside of streambp's settings, such as more GPUs, ZeRO-3 or more host memory,
-    each with its longest sequence. Only changes with a sequence over 5 % longer count.
+    each with the longest sequence that fits after the change. Changes are left out if this sequence
+    is less than 5 % longer than `seq_len`.
 
     Args:
         profile: the model's counted costs.
-        seq_len: the longest sequence without a change.
+        seq_len: positions of the longest sequence that fits without a change.
         memory: memory limits of each rank.
         setting: the training setting.
     """

@@ -36,11 +36,11 @@ SPLIT_FIELDS = {ULYSSES: "ulysses", CONTEXT_PARALLEL: "context_parallel"}  # fie
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """Memory of one phase of a step (such as "backward 35") on the device, without weights and
-    optimizer.
+    """Memory of one phase of a training step on the device, without weights and optimizer. A phase
+    is the forward or backward of one layer, of the head or of the embedding.
 
     Attributes:
-        name: the phase's name.
+        name: the phase's name, such as "backward 35" (for layer 35) or "head".
         law: coefficients of the phase's bytes, as a linear function of the tokens of a row and of a
             chunk, the number of chunks and so on. `law.chunks` are bytes for each chunk, which only
             layers with recurrent states need.
@@ -54,13 +54,14 @@ class Phase:
 
 
 class Heads(NamedTuple):
-    """Numbers of heads in a layer's attention, and the bytes of a head that other ranks send.
+    """Numbers of heads in a layer's attention, and the bytes that a rank needs for a key/value head
+    of full sequences, gathered from other ranks.
 
     Attributes:
         queries: query heads.
         keys: key and value heads.
         size: bytes of one gathered key head and value head with their gradients, for each token of
-            full sequences.
+            a full sequence.
     """
 
     queries: int
@@ -72,17 +73,21 @@ class Heads(NamedTuple):
 class SequenceSplit:
     """The kind of sequence sharding of a counted step, and the bytes that ranks exchange in it.
 
+    "Keys" are keys and values here. A rank's shard is its part of a sequence. Bytes that the other
+    kind of sharding does not have are 0.
+
     Attributes:
-        by: "DeepSpeed Ulysses" or "context parallelism".
+        by: kind of sharding: "DeepSpeed Ulysses" or "context parallelism".
         heads: the different numbers of attention heads among the model's layers.
         traded: bytes of all-to-alls of queries and outputs, for each token of the shard.
-        traded_keys: bytes of all-to-alls of keys and values for each token of the shard, if no
-            key/value head is copied to several ranks.
-        gathered: bytes of gathered keys for each token of the full sequence.
-        gathered_at_once: `gathered`, if all heads are gathered as one group.
+        traded_keys: bytes of all-to-alls of keys for each token of the shard, if no key/value head
+            is copied to several ranks.
+        gathered: bytes of gathered keys for each token of the full sequence, if heads are gathered
+            in several groups one after the other.
+        gathered_at_once: bytes of gathered keys if all heads are gathered as one group.
         summed: bytes of key gradients summed over ranks, for each token of the full sequence.
-        moved: bytes moved by reordering keys, for each token of the shard (Ulysses) or of the full
-            sequence.
+        moved: bytes moved on the device by reordering keys, for each token of the shard (Ulysses)
+            or of the full sequence (context parallelism).
     """
 
     by: str
@@ -95,8 +100,9 @@ class SequenceSplit:
     moved: float = 0.0
 
     def repeats(self, ranks: int) -> float:
-        """Return how many ranks get a copy of the same keys under Ulysses, if there are more ranks
-        than key/value heads; 1 otherwise. The bytes of exchanged keys grow by this factor."""
+        """Return the number of ranks that get a copy of the same key/value head under Ulysses; 1
+        unless there are more `ranks` than key/value heads. The bytes of exchanged keys and values
+        grow by this factor."""
         return max(1.0, max((ranks / heads.keys for heads in self.heads), default=1.0))
 
 
@@ -106,19 +112,19 @@ class Method:
     functions of a row's tokens T and a chunk's tokens C.
 
     Attributes:
-        name: name of the way.
-        saves: names of the tensors saved for backward, as in `StreamConfig`.
-        offload: as in `StreamConfig`.
+        name: name of this way, such as "checkpointing" or "streambp saves attn_out".
+        saves: names of the tensors saved for backward, as in `StreamConfig.saves`.
+        offload: "none", or "cpu" if layer inputs and saved tensors wait in host memory.
         prefix_on_host: True if a layer's keys and values are streamed from the host
             (`StreamConfig.gpu_memory`).
         chunked: True if the sequence is cut into chunks of C; otherwise C has no effect.
         first: memory of each phase of a step whose gradients are None at its start.
-        accumulating: memory of each phase of a step that adds to gradients.
+        accumulating: memory of each phase of a step that adds to existing gradients.
         host: bytes of host memory.
-        work: FLOPs and bytes read and written, by kind of phase, over all ranks, with T for the
-            full sequence.
-        split: kind of sequence sharding, or None; T and C are then those of one rank's shard,
-            except in `work`.
+        work: FLOPs and bytes read and written, by kind of phase, summed over the ranks that share a
+            sequence. T is that of the full sequence here.
+        split: kind of sequence sharding and its exchanged bytes; None: each rank has full
+            sequences. T and C of the other fields are those of a rank's shard.
     """
 
     name: str
@@ -134,8 +140,9 @@ class Method:
 
     @property
     def counts_chunks(self) -> bool:
-        """True if a step may take less memory with fewer and larger chunks, because layers save
-        bytes for each chunk. The longest sequence is then searched with every chunk size."""
+        """True if layers save bytes for each chunk (recurrent states), so that a step may take less
+        memory with fewer and larger chunks. The longest sequence is then searched with every chunk
+        size, and not only with the smallest."""
         if self.host.chunks > 0:
             return True
         return any(phase.law.chunks > 0 for phase in (*self.first, *self.accumulating))
@@ -149,7 +156,7 @@ class ParameterGroup:
     Attributes:
         name: "dense" or "expert".
         parameters: number of all parameters of the group.
-        bytes: bytes as stored.
+        bytes: bytes of these parameters as stored, quantised or not.
         trainable: number of trainable parameters.
         trainable_bytes: bytes of trainable parameters, and of their gradients.
     """
@@ -168,10 +175,11 @@ class Node:
 
     Attributes:
         name: the module's name.
-        kind: class name.
-        count: number of equal modules.
-        parameters: parameters of one of them.
-        activation: bytes for each token that the forward of one of them saves for backward.
+        kind: the module's class name.
+        count: number of equal modules that share this node.
+        parameters: number of parameters in one of these modules.
+        activation: bytes for each token that the forward of one of these modules saves for
+            backward, in an unpatched step.
         children: nodes of the modules inside.
     """
 
@@ -188,7 +196,7 @@ class Profile:
     """Counted memory and costs of a model's training steps, for a batch of `batch_size` rows.
 
     Attributes:
-        model: class name.
+        model: the model's class name.
         dtype: dtype of the weights.
         layers: number of layers.
         batch_size: number of rows.
@@ -199,10 +207,10 @@ class Profile:
         left_out: texts that name the unpatched methods and the kinds of sequence sharding that
             could not be counted, with reasons.
         mixers: text on the assumed code of recurrent and convolutional layers.
-        saves: bytes and FLOPs of the tensors that saves="auto" may save, from
+        saves: bytes and FLOPs of tensors that saves="auto" may save, in the form of
             `layer_costs.counted_saves`; None: unknown.
         frozen: bytes that each layer's frozen weights take in host memory, if moved there.
-        decoded: bytes of one layer's dequantized 4-bit weights, as in `HostLayers.decoded`.
+        decoded: bytes of one layer's dequantized 4-bit weights, without the layer's largest weight.
         trained: bytes that each layer's trained weights take in host memory, if moved there; 0 for
             layers with frozen weights.
         without_adapters: names of the layers' Linears that peft refuses to adapt.
@@ -227,7 +235,8 @@ class Profile:
     assumed: tuple[str, ...] = ()
 
     def method(self, name: str) -> Method:
-        """Return a counted way to run a step, by its name.
+        """Return the counted costs of a way to run a step, by the way's name, such as
+        "checkpointing".
 
         Raises:
             ConfigError: no way with this name was counted.
@@ -239,10 +248,11 @@ Entry = TypeVar("Entry")
 
 
 def entry_of(methods: Mapping[str, Entry], name: str) -> Entry:
-    """Return the entry of one method in `methods`, a dict by method name.
+    """Return the value of `methods`, a dict by method name, for the method `name`. A method is a
+    way to run a training step, such as "checkpointing".
 
     Raises:
-        ConfigError: there is no such method; the message lists the names.
+        ConfigError: the dict has no such name; the message lists its names.
     """
     if name not in methods:
         raise ConfigError(f"method is {name!r}; it must be one of {list(methods)}.")
@@ -271,7 +281,8 @@ class Setting:
             by the rule of a real step.
         weights: "device", "cpu" or "auto" (`StreamConfig.weights`), for chunked steps on one GPU;
             "auto" keeps weights on the device if a step fits.
-        on_host: layers with weights in host memory; `plan` selects the number that a step needs.
+        on_host: layers with weights in host memory; None: no layer. `plan` selects the number that
+            a step needs.
     """
 
     gpus: int = 1
@@ -308,12 +319,13 @@ class Setting:
 
     @property
     def ranks(self) -> int:
-        """Return the number of ranks that share one sequence."""
+        """Return the number of ranks that share one sequence; 1 without sequence sharding."""
         return self.ulysses * self.context_parallel
 
     @property
     def split(self) -> str:
-        """Return the kind of sequence sharding over ranks; "" if each rank has full sequences."""
+        """Return the kind of sequence sharding over ranks: "DeepSpeed Ulysses", "context
+        parallelism", or "" if each rank has full sequences."""
         if self.ulysses > 1:
             return ULYSSES
         if self.context_parallel > 1:
@@ -323,18 +335,18 @@ class Setting:
 
 @dataclasses.dataclass(frozen=True)
 class Peak:
-    """Bytes on one rank in the phase of a step that needs most: `total` = weights + optimizer +
-    gradients + activations.
+    """Bytes on one rank in the phase of a step that needs most device memory: `total` = weights +
+    optimizer + gradients + activations.
 
     Attributes:
-        total: bytes on the device in the worst phase.
-        phase: name of the worst phase.
-        weights: bytes of weights.
-        optimizer: bytes of optimizer state.
-        gradients: bytes of gradients.
-        activations: all other bytes.
+        total: bytes on the device in this phase.
+        phase: name of this phase, such as "backward 35" (for layer 35).
+        weights: bytes of weights on the device.
+        optimizer: bytes of optimizer state on the device.
+        gradients: bytes of gradients on the device.
+        activations: all other bytes on the device.
         host: bytes of host memory.
-        phases: total of each phase.
+        phases: dict from the name of each phase to its total bytes on the device.
     """
 
     total: float
@@ -391,13 +403,13 @@ def bytes_between_steps(profile: Profile, setting: Setting) -> Peak:
 
 
 def peak(profile: Profile, method: Method, seq_len: int, chunk_size: int, setting: Setting) -> Peak:
-    """Return the peak memory of a step on one rank in bytes, and the name of the phase in which it
-    occurs.
+    """Return the peak memory of a step on one rank in bytes, with the name of the phase in which
+    the peak occurs.
 
     Args:
         profile: the model's counted costs.
-        method: the method, such as gradient checkpointing.
-        seq_len: positions of a row.
+        method: the way to run the step, such as gradient checkpointing, with its counted costs.
+        seq_len: positions of a row (of the full sequence, if ranks share it).
         chunk_size: positions of a chunk.
         setting: the training setting.
     """
@@ -461,9 +473,9 @@ def work(
     rank.
 
     Args:
-        method: the way to run the step.
-        seq_len: positions of a row.
-        chunk_size: positions of a chunk.
+        method: the way to run the step, with its counted costs.
+        seq_len: positions of a row (of the full sequence, if ranks share it).
+        chunk_size: positions of a chunk on one rank.
         setting: the training setting; None: one rank.
     """
     if setting is None:
@@ -487,12 +499,16 @@ def work(
 
 
 def held_keys(split: SequenceSplit | None, tokens: float, setting: Setting) -> float:
-    """Return the amount of other ranks' keys on a rank with a shard of `tokens` tokens, in tokens
-    times copies or heads. A phase has a constant number of bytes for each unit.
+    """Return the amount of other ranks' keys and values on a rank. Each phase of a step needs a
+    constant number of bytes for each unit of this amount.
 
     Ulysses: the shard's tokens, times the number of ranks that hold copies of the same keys.
     Context parallelism: the tokens of full sequences, times the number of heads gathered at a time.
-    The amount is 0 if `split` is None. See `planner/splits.py`.
+
+    Args:
+        split: kind of sequence sharding; None: no sharding, and the amount is 0.
+        tokens: tokens of a row in the rank's shard (its part of the sequence).
+        setting: the training setting, with the number of ranks and the memory for gathered keys.
     """
     if split is None:
         return 0.0
@@ -506,8 +522,8 @@ def held_keys(split: SequenceSplit | None, tokens: float, setting: Setting) -> f
 
 
 def available_methods(profile: Profile, setting: Setting) -> tuple[Method, ...]:
-    """Return the counted methods that the ranks of this setting can run: streamed methods with the
-    setting's kind of sequence sharding, and unpatched methods.
+    """Return the counted methods (ways to run a step) that the ranks of this setting can run: all
+    unpatched methods, and the chunked ones with the setting's kind of sequence sharding.
 
     The tokens of unpatched methods are assumed to be shared evenly among the ranks.
 
@@ -547,8 +563,8 @@ def flops(method: Method, seq_len: int, chunk_size: int, setting: Setting | None
 
     Args:
         method: the way to run the step, with its counted costs.
-        seq_len: positions of a row.
-        chunk_size: positions of a chunk.
+        seq_len: positions of a row (of the full sequence, if ranks share it).
+        chunk_size: positions of a chunk on one rank.
         setting: the training setting; None: one rank.
     """
     total = 0.0
@@ -558,15 +574,16 @@ def flops(method: Method, seq_len: int, chunk_size: int, setting: Setting | None
 
 
 def to_json(profile: Profile) -> dict[str, Any]:
-    """Return a profile as JSON types, for a file or an HTML page. `from_json` restores it."""
+    """Return a profile as nested dicts, lists, numbers and strings, for a JSON file or an HTML
+    page. `from_json` restores the profile."""
     return dataclasses.asdict(profile)
 
 
 def from_json(data: Mapping[str, Any]) -> Profile:
-    """Return the `Profile` from the result of `to_json`."""
+    """Return the `Profile` that `to_json` has made into nested dicts and lists."""
 
     def node(value: Mapping[str, Any]) -> Node:
-        """Return the `Node` from a dict, with its children."""
+        """Return the `Node` of the module tree from its dict of fields, with its children."""
         return Node(**{**value, "children": tuple(node(child) for child in value["children"])})
 
     groups = tuple(ParameterGroup(**group) for group in data["groups"])
@@ -580,12 +597,14 @@ def from_json(data: Mapping[str, Any]) -> Profile:
 
 
 def method_as_json(method: Method) -> dict[str, Any]:
-    """Return a method as JSON types, from which `method_from_json` restores it."""
+    """Return the counted costs of one way to run a step as nested dicts, lists, numbers and
+    strings. `method_from_json` restores the method."""
     return dataclasses.asdict(method)
 
 
 def method_from_json(value: Mapping[str, Any]) -> Method:
-    """Return the `Method` from the result of `method_as_json`, or from an entry of `to_json`."""
+    """Return the `Method` from the result of `method_as_json`, or from an entry of "methods" in the
+    result of `to_json`."""
     phases = {}
     for name in ("first", "accumulating"):
         phases[name] = tuple(

@@ -46,7 +46,24 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class CountRequest:
-    """Arguments of a count: the model, and the options of `Skeleton` and `survey`.
+    """Arguments for counting a model's memory and FLOPs: the model, and the assumptions.
+
+    Attributes:
+        source: an id on the Hub, a checkpoint's folder, a config.json, a configuration, or a model.
+        dtype: dtype of the weights, unless the source is a model.
+        lora: rank of added LoRA adapters; None: no adapters are added.
+        bits: 4 or 8 for a quantised, frozen base; 16 for none.
+        device: type of the device whose kernels and memory are counted.
+        mixers: code of recurrent and convolutional layers: "kernels" of their packages, plain
+            "torch", or the kernels "installed" here; None: kernels on a GPU, torch on a CPU.
+        kernels: code of norms, gated activations and rotary embeddings, as in
+            `StreamConfig.kernels`; "auto": Liger's on a GPU if liger-kernel is installed here.
+        batch_size: number of rows.
+        attention: attention kernels on a GPU, whose workspaces are counted.
+        lora_targets: names of the Linears that get adapters; (): all that peft accepts.
+        with_liger: True: count Liger's kernels in place of `kernels`, installed or not.
+        encoder_len: positions of each row of an encoder-decoder's encoder; None: the length of the
+            decoder's rows, or the length that the configuration fixes.
 
     Raises:
         ConfigError: an argument has an invalid value.
@@ -69,7 +86,8 @@ class CountRequest:
         check_fields(self, lora=(1, 2**20), batch_size=(1, 2**20), encoder_len=(1, MAX_NUMBER))
 
     def skeleton(self) -> Skeleton:
-        """Return the model to count, with meta or fake tensors (`Skeleton`).
+        """Return the model as a `Skeleton`: with meta or fake tensors, adapters and quantised
+        weights, so that steps can be counted on it. Each call makes a new one.
 
         Raises:
             StreamBPError: the source is unknown, or an option does not apply to it.
@@ -99,9 +117,11 @@ def count_profile(
 
     Args:
         request: the model and the options of the count.
-        recipes: the ways to run a step.
-        cache: read the profile from a file in `folder()`, or count and write the file.
-        on_progress: progress callback; arguments are a text and the finished fraction.
+        recipes: the ways to run a step, such as gradient checkpointing.
+        cache: True: read the profile from a file of an earlier, equal count in `folder()`, or count
+            and write this file. False: always count. A built model (`nn.Module`) is always counted.
+        on_progress: progress callback; arguments are a text and the finished fraction. None: a line
+            on the terminal says that steps are counted.
 
     Raises:
         StreamBPError: the model is unknown or cannot be counted.
@@ -152,9 +172,9 @@ def folder() -> Path:
 
 
 def code_in_use() -> list[Any]:
-    """Return what a count depends on except for the model and the options: versions of libraries,
-    installed packages with kernels, and a digest of this package's sources. A cached count is used
-    only if all are unchanged."""
+    """Return a list of three: versions of libraries, installed packages with kernels, and a digest
+    of this package's sources. A count depends on all three, and a cached count is used only if
+    these are unchanged."""
     packages = sorted({LIGER, *(kernel.package for kernel in MIXER_KERNELS)})
     versions = dict.fromkeys(VERSIONED_PACKAGES, "")
     for package in VERSIONED_PACKAGES:
@@ -165,14 +185,14 @@ def code_in_use() -> list[Any]:
 
 
 def read_file(file: Path, restore: Callable[[dict[str, Any]], T]) -> T | None:
-    """Return the content of a file of `write_file`; None if there is no such file.
+    """Return the content of a JSON file that `write_file` wrote; None if there is no such file.
 
-    The result is also None if the file cannot be read, or if its content is not what `write_file`
-    wrote. One line in the log then names the file and the reason.
+    The result is also None if the file cannot be read or was changed since `write_file`. One line
+    in the log then names the file and the reason.
 
     Args:
         file: path of the file.
-        restore: function that makes the result from the file's entries.
+        restore: function that makes the result from the file's entries, a dict without the digest.
     """
     try:
         entries = json.loads(file.read_text("utf-8"))
@@ -187,7 +207,8 @@ def read_file(file: Path, restore: Callable[[dict[str, Any]], T]) -> T | None:
 
 
 def _digest(entries: Any) -> str:
-    """Return a digest of JSON types."""
+    """Return the SHA-256 digest of a file's entries (dicts, lists, numbers and strings), as
+    hexadecimal digits."""
     return hashlib.sha256(json.dumps(entries).encode()).hexdigest()
 
 
@@ -215,8 +236,8 @@ def write_file(file: Path, data: dict[str, Any]) -> None:
 
 
 def _source() -> str:
-    """Return a digest of this package's source code, by which outdated cached counts are
-    recognized."""
+    """Return a digest of the paths and contents of this package's Python files. A cached count with
+    another digest is outdated."""
     source_hash = hashlib.sha256()
     for path in sorted(PACKAGE_FOLDER.rglob("*.py")):
         source_hash.update(path.relative_to(PACKAGE_FOLDER).as_posix().encode() + path.read_bytes())

@@ -45,14 +45,14 @@ METHOD_NAMES_NOTE = (
 def plan_table(
     plan: Plan, modules: bool = True, width: int | None = None, notes: Sequence[str] = ()
 ) -> str:
-    """Return the text that `streambp plan` prints: the request, the chosen settings, the limits, a
-    table of methods, and a chart of the step's phases.
+    """Return the text that `streambp plan` prints: request, chosen settings, limits, a table of
+    methods (ways to run a step), and a chart of memory by phase.
 
     Args:
         plan: the plan.
         modules: True to add the tree of the model's modules, with parameters and activation bytes.
         width: columns of the terminal; None: do not wrap lines.
-        notes: more lines, for the part before the chosen settings.
+        notes: more lines, printed before the chosen settings.
     """
     if width is not None:
         width = max(width, MIN_TERMINAL_COLUMNS)
@@ -122,11 +122,11 @@ def plan_table(
 
 
 def _notes(profile: Profile) -> list[str]:
-    """Return lines of the plan's text about its assumptions.
+    """Return lines of the plan's text about its assumptions, each only if it applies to the model.
 
     The lines name assumptions about models that are no causal language models, and the kernels
     assumed for recurrent and convolutional layers. Further lines name Linears without a LoRA
-    adapter, and expert weights that are not quantised.
+    adapter, and expert weights that are not quantised beside quantised Linears.
     """
     lines = []
     for text in profile.assumed:
@@ -184,8 +184,8 @@ def headline(profile: Profile, setting: Setting) -> str:
 
 def _choice(plan: Plan) -> list[str]:
     """Return lines of the plan's text: the chosen settings with their cost, `patch(model)` without
-    settings, and what runs out first for longer sequences. If no step fits, the first line says so.
-    """
+    settings, and the memory (GPU or host) that longer sequences exceed first. If no step fits, the
+    first line says so."""
     if plan.choice is None:
         reason = excess_text(plan)
         lines = [
@@ -218,8 +218,8 @@ def _choice(plan: Plan) -> list[str]:
 
 
 def _default_line(plan: Plan, default: DefaultStep) -> str:
-    """Return a line of the plan's text with the prediction for `patch(model)` without settings:
-    chunk size, saved tensors, peak and seconds."""
+    """Return a line of the plan's text with the prediction `default` for `patch(model)` without
+    settings: chunk size, saved tensors, peak and seconds."""
     how = f"chunks of {default.chunk_size:,}"
     if not plan.default_wins:
         how = f"{DEFAULT_PATCH_TEXT}: {how}"
@@ -236,8 +236,8 @@ def _default_line(plan: Plan, default: DefaultStep) -> str:
 
 
 def _both_rooms_lines(both_rooms: AutoOffloadStep) -> list[str]:
-    """Return lines of the plan's text with the prediction for offload="auto", which saves tensors
-    on the host and on the device."""
+    """Return lines of the plan's text with the prediction `both_rooms` for offload="auto", which
+    saves tensors for backward both in host memory and on the device."""
     pinning = duration(both_rooms.leaving / GIB * PINNING_SECONDS_PER_GIB)
     names = _saved_text(both_rooms.saved)
     return [
@@ -250,8 +250,8 @@ def _both_rooms_lines(both_rooms: AutoOffloadStep) -> list[str]:
 
 
 def _saved_text(all_saved: Sequence[SavedTensors]) -> str:
-    """Return text about the tensors that layers save in a step, such as "kv of 36 layers, 4 Linears
-    of up to 20 layers"; "nothing" if there are none."""
+    """Return text about tensors that layers save for backward in addition to their inputs, or
+    "nothing". An example is "kv of 36 layers, 4 Linears of up to 20 layers"."""
     savings = []
     linears = []
     for saved in all_saved:
@@ -264,8 +264,13 @@ def _saved_text(all_saved: Sequence[SavedTensors]) -> str:
 
 
 def default_table(predicted: DefaultStep, measured: DefaultStep | None) -> str:
-    """Return a table that compares prediction and measurement for `streambp.patch(model)` without
-    settings. `measured` is None if the device ran out of memory."""
+    """Return a table that compares the predicted and the measured step of `streambp.patch(model)`
+    without settings: chunk size, saved tensors, peak and seconds.
+
+    Args:
+        predicted: the prediction.
+        measured: the measurement; None: the device ran out of memory.
+    """
     steps = [predicted]
     if measured is not None:
         steps.append(measured)
@@ -293,13 +298,13 @@ def default_table(predicted: DefaultStep, measured: DefaultStep | None) -> str:
 
 
 def remedies_table(plan: Plan, remedies: Sequence[Remedy], commands: Sequence[str]) -> list[str]:
-    """Return lines about other plans that fit into memory: the change, the step's cost, and the
-    command that prints the plan.
+    """Return lines about plans with other options that fit into memory: for each the change, the
+    step's cost, and the command that prints the plan.
 
     Args:
-        plan: the plan that was requested.
-        remedies: the other plans.
-        commands: the command line of each of them.
+        plan: the requested plan, which may fit or not.
+        remedies: the plans with other options.
+        commands: the command line of each remedy, which prints the remedy's plan.
     """
     own_seconds = seconds_of(plan)
     lines = []
@@ -337,8 +342,13 @@ def remedies_table(plan: Plan, remedies: Sequence[Remedy], commands: Sequence[st
 
 
 def _chosen_lines(plan: Plan, choice: Choice) -> list[str]:
-    """Return lines of the plan's text about the chosen step: settings, bytes, seconds and where
-    they go, weights on the host, and similarly fast settings."""
+    """Return lines of the plan's text about the chosen step: settings, bytes, seconds by kind of
+    kernel, weights on the host, and similarly fast settings.
+
+    Args:
+        plan: the plan.
+        choice: the plan's fastest step that fits (`plan.choice`).
+    """
     peak = choice.peak
     spent = choice.seconds
     on_host = choice.on_host
@@ -402,8 +412,8 @@ def _chosen_lines(plan: Plan, choice: Choice) -> list[str]:
 
 
 def device_text(rates: Rates) -> str:
-    """Return the device's name, with a remark if the device was assumed from the memory or some of
-    its rates are guesses."""
+    """Return the device's name. A remark follows if the device was assumed from the requested
+    amount of GPU memory, or if some of its rates come from the datasheet."""
     text = rates.name
     if rates.assumed:
         text += " (assumed from the memory; --device NAME for yours)"
@@ -433,8 +443,13 @@ def phase_text(name: str) -> str:
 
 
 def fold_lines(lines: Sequence[str], width: int | None) -> list[str]:
-    """Return lines of text wrapped to the terminal's width, with indentation; lines with code stay
-    unwrapped."""
+    """Return lines of text wrapped to a width, with the parts after the first indented. Lines with
+    a `StreamConfig(...)` stay unwrapped.
+
+    Args:
+        lines: the lines.
+        width: columns of the terminal; None: no line is wrapped.
+    """
     wrapped: list[str] = []
     for line in lines:
         if width is None or len(line) <= width or CONFIG_CODE_START in line:
@@ -448,8 +463,13 @@ def fold_lines(lines: Sequence[str], width: int | None) -> list[str]:
 
 
 def tree_lines(node: Node, depth: int = 0) -> list[str]:
-    """Return one line of text for each module of the tree: name, number of equal modules and class,
-    parameters, and activation KiB for each token."""
+    """Return one line of text for a module and each module inside: name, number of equal modules
+    and class, parameters, and activation KiB for each token.
+
+    Args:
+        node: the module, with the modules inside as children.
+        depth: level of the module in the tree, by which its line is indented; 0 for the model.
+    """
     if node.count > 1:
         times = f"{node.count} x "
     else:
@@ -544,7 +564,7 @@ def comparison_table(rows: Sequence[PhaseComparison], seq_len: int, chunk_size: 
 
 
 def _count(number: int) -> str:
-    """Return a number of parameters as text with the suffix B (billions), M or k."""
+    """Return a number of parameters as text, for example "8.19B" (billions) or "1.50M"."""
     for size, letter in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
         if number >= size:
             return f"{number / size:.2f}{letter}"

@@ -28,17 +28,18 @@ VALUE_READERS = frozenset({aten.nonzero.default, aten._to_copy.default})
 def answer(
     func: Any, tensor: Tensor, rows: int, experts: int
 ) -> Tensor | tuple[tuple[int, int], torch.dtype] | None:
-    """Return the result of an operation that reads the routing of tokens to experts from a meta or
-    fake tensor [...]. None if the operation reads no routing.
+    """Return an assumed result for an operation that reads values of a meta or fake tensor [...],
+    if the tensor is the routing of tokens to experts. None if it is not.
 
-    Each expert gets an equal share of the tokens. The result is a tensor with values, or the shape
-    and dtype of a new meta or fake tensor.
+    Each expert gets an equal share of the tokens. The result is a tensor with values (the number of
+    tokens of each expert), or the shape and dtype of a new meta or fake tensor.
 
     Args:
-        func: the operation, an overload of `torch.ops.aten`.
+        func: the operation, `nonzero` or a cast that copies to the CPU (`_to_copy`).
         tensor: its argument.
-        rows: number of (token, expert) pairs in the last routing.
-        experts: number of experts.
+        rows: number of (token, expert) pairs in the last `topk` that may have selected experts; 0
+            before the first.
+        experts: number of experts; 0: unknown so far.
     """
     if func is aten._to_copy.default:
         if (

@@ -15,14 +15,14 @@ def points_for(
     at: Point | None, chunked: bool, fused: bool, states: bool, tiles: bool
 ) -> tuple[Point, ...]:
     """Return the row lengths and chunk sizes (T, C) at which steps are counted, so that memory and
-    FLOPs can be fitted as functions of T and C.
+    FLOPs can be fitted as functions of T and C. C is 0 for steps that are not chunked.
 
-    Lengths are beyond the attention kernels' block, or at most `at`. A sequence has the fewest
-    chunks that determine the fitted functions: a first, some inner and a last chunk. Keys from the
-    host, with several tiles in transfer at a time, and plain products, with small tiles, need more
-    chunks. Layers that save a state for each chunk need a third chunk size, which separates the
-    number of chunks from the chunk size. Such sequences have so many chunks that only one layer's
-    states are in transfer to the host.
+    Rows are longer than the attention kernels' block of keys, but not longer than `at` allows. Each
+    row has the fewest chunks that determine the fitted functions: a first, some inner and a last
+    chunk. Keys from the host and attention by plain matrix products need more chunks. Layers that
+    save a state for each chunk need a third chunk size, which separates the number of chunks from
+    the chunk size. The rows then have many chunks, so that only a single layer's states are being
+    copied to the host at a time.
 
     Args:
         at: (T, C) where the functions are most accurate; None: functions for any length.

@@ -28,13 +28,14 @@ class Seconds:
 
     Attributes:
         total: products + attention + elementwise + waiting + exchange.
-        products: matrix products.
-        attention: attention kernels.
-        elementwise: all other kernels.
-        waiting: waits for copies to and from the host, and for the host's dispatches.
-        phases: dict from kind of phase, such as "forward", to seconds; exchanges between ranks are
-            left out.
-        exchange: exchanges between ranks.
+        products: seconds of matrix products.
+        attention: seconds of attention kernels.
+        elementwise: seconds of all other kernels.
+        waiting: seconds in which no kernel runs, because copies to or from the host, or the host's
+            dispatches of operations, take longer than the kernels.
+        phases: dict from kind of phase, such as "forward" of all layers, to seconds; exchanges
+            between ranks are left out.
+        exchange: seconds of exchanges between the ranks that share a sequence.
     """
 
     total: float
@@ -49,10 +50,10 @@ class Seconds:
 def seconds(
     method: Method, seq_len: int, chunk_size: int, rates: Rates, setting: Setting | None = None
 ) -> Seconds:
-    """Return the predicted seconds of a step.
+    """Return the predicted seconds of a training step (forward and backward) on one rank.
 
     Args:
-        method: the counted costs of the step.
+        method: the way to run the step, with its counted costs.
         seq_len: positions of a row.
         chunk_size: positions of a chunk.
         rates: the device's speeds (FLOP/s, bytes/s).
@@ -100,11 +101,11 @@ def seconds_of(step: Mapping[str, Work], rates: Rates, ranks: int = 1) -> Second
 
 
 def kernels(part: Work, rates: Rates, ranks: int = 1) -> tuple[float, float, float]:
-    """Return the seconds of three kinds of kernels in a part of a step on one rank: matrix
-    products, attention, and all other kernels.
+    """Return three numbers, for a part of a step on one rank: the seconds of matrix products, of
+    attention, and of all other kernels.
 
     Args:
-        part: the FLOPs and bytes.
+        part: FLOPs and bytes of the part of the step, such as the forward of all layers.
         rates: the device's FLOP/s and bytes/s.
         ranks: number of ranks that share FLOPs and bytes evenly.
     """
@@ -123,7 +124,7 @@ def min_hiding_length(
     every length up to 2^24 positions.
 
     Args:
-        method: the counted costs of the step.
+        method: the way to run the step, with its counted costs.
         chunk_size: positions of a chunk.
         rates: the device's speeds (FLOP/s, bytes/s).
         setting: the training setting, with the layers whose weights are on the host.
@@ -150,10 +151,10 @@ def min_hiding_length(
 
 
 def throughput(step: Seconds, seq_len: int, batch_size: int, setting: Setting) -> float:
-    """Return the tokens per second of all ranks together.
+    """Return the number of tokens that all ranks together process in a second.
 
     Args:
-        step: the seconds of a step.
+        step: the predicted seconds of a step.
         seq_len: positions of a row.
         batch_size: rows of a rank's batch.
         setting: the training setting, with the number of GPUs.

@@ -81,7 +81,8 @@ Source: TypeAlias = str | Path | PreTrainedConfig | nn.Module
 
 
 class Skeleton:
-    """A model whose tensors have no data, on which training steps are counted.
+    """A model whose tensors have no data (on meta, or fake), on which the memory and FLOPs of
+    training steps are counted.
 
     Args:
         source: an id on the Hub, a checkpoint's folder, a config.json, a configuration, or a model
@@ -96,15 +97,18 @@ class Skeleton:
             torch on a CPU.
         kernels: code of norms, gated activations and rotary embeddings, as in `StreamConfig`;
             "auto": Liger's on a GPU if liger-kernel is installed here.
-        fewer: copy only the representative layers of a model (`ShrunkModel`), and the parameters of
-            these layers.
+        fewer: True: copy only one or a few layers of each structure (`ShrunkModel`) if the source
+            is a model, and the parameters of these layers. False: copy all layers.
         lora_targets: names of the Linears that get adapters; empty: every Linear of the layers that
             peft accepts.
-        encoder_len: positions of each row of an encoder-decoder's encoder; None: as many as the
-            decoder has, or as the configuration fixes.
+        encoder_len: positions of each row of an encoder-decoder's encoder; None: the length of the
+            decoder's rows, or the length that the configuration fixes.
 
     Attributes:
+        model: the model on meta or fake tensors.
         without_adapters: names of the layers' Linears to which peft refuses to add LoRA adapters.
+        own_adapters: True if streamed layers leave LoRA adapters to peft's code. False: they may
+            compute adapters in fused operations, as `StreamConfig.kernels` says.
 
     Raises:
         StreamBPError: the source is unknown, or `lora` or `bits` do not apply to it.
@@ -189,8 +193,9 @@ class Skeleton:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Context manager like `active`, in which steps run. Recurrent and convolutional layers and
-        rotary embeddings make the allocations of the assumed kernels.
+        """Context manager in which training steps of the model run. New tensors have no data, as in
+        `active`. Recurrent and convolutional layers and rotary embeddings make the allocations of
+        the kernels that are assumed for them.
 
         Attributes, buffers and random generators of the modules are restored at the end, because
         the original model shares classes and closures with the copy.
@@ -238,20 +243,22 @@ class Skeleton:
 
     @property
     def head(self) -> nn.Module | None:
-        """Return the output projection of the language model; None if the model has none."""
+        """Return the output projection to the vocabulary, found by `get_output_embeddings`; None if
+        the model has none."""
         head: nn.Module | None = self.language_model.get_output_embeddings()
         return head
 
     @property
     def is_bidirectional(self) -> bool:
-        """True if the attention of a streamed layer is bidirectional."""
+        """True if a decoder layer of the model has bidirectional attention: its queries read later
+        keys, too."""
         stacks = find_stacks(self.model).stacks
         return any(is_bidirectional(layer) for stack in stacks for layer in stack.layers)
 
     @property
     def encoder(self) -> Encoder:
-        """Return the length of the model's encoder rows: "fixed" for a length of their own, "same"
-        for the decoder's length, "" for a model without an encoder."""
+        """Return a word for the length of the encoder's rows: "same" for the decoder's length,
+        "fixed" for a length of their own, "" without an encoder."""
         if not is_encoder_decoder(self.model):
             return ""
         if self.encoder_len or fixed_positions(self.model):
@@ -263,9 +270,9 @@ class Skeleton:
         return loss_of(self.model, ids, self.head is not None, self.encoder_len)
 
     def on_host(self) -> dict[str, Any]:
-        """Return bytes of the layers' weights in host memory, as a dict of `Profile`'s fields
-        `frozen`, `trained` and `decoded`; {} for 8-bit weights and for torchao's, which cannot move
-        to the host."""
+        """Return the bytes that layers' weights would take in host memory, as a dict with the keys
+        "frozen", "trained" and "decoded" (fields of `Profile`). The dict is empty for 8-bit weights
+        and for torchao's, which cannot move to the host."""
         layers: list[nn.Module] = []
         for stack in find_stacks(self.model).stacks:
             layers.extend(stack.layers)
@@ -288,8 +295,9 @@ class Skeleton:
         return {"frozen": frozen, "trained": trained, "decoded": max(decoded)}
 
     def reduce(self) -> ShrunkModel:
-        """Remove the layers that other layers of the same structure represent in a count, at the
-        first call. Return the record of the layers that remain."""
+        """Remove layers of the model, so that a few layers of each structure represent all layers
+        in a count. Only the first call removes layers. Return the `ShrunkModel` with the indices of
+        the remaining layers."""
         if self._reduced is None:
             self._reduced = reduced_layers(self.model)
             self._reduced.apply(self.model)
@@ -297,11 +305,11 @@ class Skeleton:
 
     def _copy(self, model: nn.Module, fewer: bool) -> nn.Module:
         """Return an unpatched copy of a model whose parameters and buffers are meta or fake
-        tensors. Hooks of the copy do nothing, except for hooks that drop masks.
+        tensors. Hooks of the copy do nothing, except for hooks that drop attention masks.
 
         Args:
             model: the model, which is not changed.
-            fewer: True to copy only the representative layers.
+            fewer: True: copy only one or a few layers of each structure. False: copy all layers.
         """
         memo: dict[int, Any] = {}
         if fewer:
@@ -355,12 +363,13 @@ class Skeleton:
 
 
 def _note_packed(weights: ParametrizationList, memo: dict[int, Any], device: torch.device) -> None:
-    """Copy the statistics of a parametrized weight without data, and store its bytes and its number
-    of parameters with the copy of the packed weight.
+    """Copy the quantization statistics of a packed weight as tensors without data. Set the weight's
+    bytes and its number of parameters as attributes of the copy of the packed weight.
 
     Args:
         weights: the parametrization of the weight, in the original model.
-        memo: the copies by id of the original, read and written.
+        memo: `copy.deepcopy`'s dict from ids of originals to copies. The packed weight's copy is
+            read from the dict, and copies of the statistics are added.
         device: device of the copies.
     """
     packed = weights.original
@@ -389,11 +398,11 @@ def _constant(value: Any, _: Any) -> Any:
 
 @contextlib.contextmanager
 def _unsharded_classes(model: nn.Module) -> Iterator[None]:
-    """Context manager in which modules with FSDP2's `fully_shard` have their original classes,
-    because FSDP2's classes refuse to be copied.
+    """Context manager in which the modules of a model with FSDP2's `fully_shard` have their
+    original classes, because FSDP2's classes refuse to be copied.
 
     Args:
-        model: the model.
+        model: the model whose modules change their classes, until the end.
     """
     units = []
     for module in model.modules():
@@ -409,8 +418,8 @@ def _unsharded_classes(model: nn.Module) -> Iterator[None]:
 
 
 def _hook_tables(model: nn.Module) -> Iterator[dict[int, Any]]:
-    """Yield each hook dictionary, such as `_forward_hooks`, of each module of a model. The copy
-    that is counted gets hooks without effect."""
+    """Yield each hook dictionary, such as `_forward_hooks`, of each module of a model. The caller
+    replaces the hooks in them by functions without effect."""
     for module in model.modules():
         for name in MODULE_HOOKS:
             yield getattr(module, name)
@@ -488,8 +497,16 @@ dequantised = functools.partial(KernelReplay.apply, _dequantised, _dequantised_b
 
 
 def _quantise(model: nn.Module, bits: int) -> None:
-    """Replace the frozen Linears of all layers, except LoRA's own, by `QuantisedLinear`, and pack
-    frozen experts for 4 bits. Raise ConfigError if there are none."""
+    """Replace the frozen Linears of all decoder layers, except LoRA's own, by `QuantisedLinear`. If
+    `bits` is 4, pack the weights of frozen experts as well.
+
+    Args:
+        model: the model on meta or fake tensors, which is changed.
+        bits: bits of the stored weights, 4 or 8.
+
+    Raises:
+        ConfigError: the layers have no frozen Linears or experts.
+    """
     quantised = 0
     for stack in find_stacks(model).stacks:
         for layer in stack.layers:
@@ -521,8 +538,8 @@ class ShrunkModel:
         layer_indices: indices of the representative layers in the full model.
         kinds: a number for each layer of the full model; layers with equal numbers have the same
             structure.
-        backbone: name of the module that runs the layers.
-        layers: name of its list of layers.
+        backbone: path of the module that runs the layers.
+        layers: name of the backbone's attribute that is the list of layers.
     """
 
     layer_indices: tuple[int, ...]
@@ -546,18 +563,19 @@ class ShrunkModel:
         )
 
     def left_out(self, model: nn.Module) -> Iterator[nn.Module]:
-        """Yield the layers of the full model that are not representatives.
+        """Yield the layers of the full model that are not in the selection (`layer_indices`).
 
-        A module that is used as several layers is not yielded if one of the uses is a
-        representative.
+        A module may be used as several layers. The module is not yielded if any of these layers is
+        in the selection.
         """
         layers = getattr(model.get_submodule(self.backbone), self.layers)
         representatives = {id(layers[index]) for index in self.layer_indices}
         return (layer for layer in layers if id(layer) not in representatives)
 
     def apply(self, model: nn.Module) -> None:
-        """Remove all layers but the representatives from the full model, or from its copy. Lists
-        with one value for each layer are shortened alike."""
+        """Remove all layers but those of the selection (`layer_indices`) from the full model, or
+        from its copy. Lists with a value for each layer (`layer_types`) are shortened in the same
+        way."""
         if len(self.layer_indices) == len(self.kinds):
             return
         backbone: Any = model.get_submodule(self.backbone)
@@ -586,10 +604,10 @@ def reduced_layers(model: nn.Module) -> ShrunkModel:
     """Return the selection of layers (`ShrunkModel`) that represents all layers of a model in a
     count: the first, the last, and one between the two.
 
-    A model with several kinds of layers, or with recurrent states, has two layers of each kind
-    between the first and the last. Some work happens once, in backward of the first layer of a
-    kind, and not in each layer. Layers that read another layer's keys and values
-    (`num_kv_shared_layers`) depend on all layers; then all are selected.
+    A kind is a set of layers with the same structure. If there are several kinds, or recurrent
+    states, two layers of each kind between the first and the last are selected. Some work happens
+    once, in backward of the first layer of a kind, and not in each layer. If layers read another
+    layer's keys and values (`num_kv_shared_layers`), all layers are selected.
     """
     stack = max(find_stacks(model).stacks, key=lambda stack: len(stack.layers))
     depth = len(stack.layers)

@@ -38,15 +38,16 @@ MIN_KEY_BYTES = 256  # bytes; smaller tensors are indices and no keys
 
 
 class SplitCount(StepCount):
-    """Count of a step's bytes in which keys of other ranks (keys, values and their gradients) are
-    separate from all other bytes.
+    """Dispatch mode that counts a step on one of the ranks that share sequences. Bytes of other
+    ranks' keys, values and their gradients ("keys of other ranks") are separate from all other
+    bytes.
 
     Attributes:
-        links: five numbers of bytes so far. All-to-alls of queries and outputs, all-to-alls of
-            keys, gathered keys, gradients of keys sent to be summed, and keys moved on the device
-            by reordering. The last number is not in `work`.
-        max_other_bytes: dict from bytes of live keys of other ranks to the largest number of all
-            other live bytes at such moments, since `reset_peak`.
+        links: five numbers of bytes so far, in this order. All-to-alls of queries and outputs,
+            all-to-alls of keys, gathered keys, gradients of keys sent to be summed, and keys moved
+            on the device by reordering. The last number is not in `work`.
+        max_other_bytes: dict from the bytes of live keys of other ranks to the most other bytes
+            that were live at the same time, since `reset_peak`.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -58,7 +59,7 @@ class SplitCount(StepCount):
         self._marking = 0
 
     def reset_peak(self) -> None:
-        """Set `peak` and `max_other_bytes` to the bytes that exist now."""
+        """Set `peak` and `max_other_bytes` to the bytes that exist now, at the start of a phase."""
         super().reset_peak()
         self.max_other_bytes = {self._keys: self.live - self._keys}
 
@@ -89,7 +90,11 @@ class SplitCount(StepCount):
 
     def _note(self, live: int) -> None:
         """Record in `max_other_bytes` the largest number of live bytes other than keys of other
-        ranks, for the present number of bytes of such keys."""
+        ranks, for the present number of bytes of such keys.
+
+        Args:
+            live: all bytes that exist now, keys of other ranks included.
+        """
         self.max_other_bytes[self._keys] = max(
             self.max_other_bytes.get(self._keys, 0), live - self._keys
         )
@@ -97,8 +102,12 @@ class SplitCount(StepCount):
 
 @contextlib.contextmanager
 def _keys_allocated() -> Iterator[None]:
-    """Context manager and decorator: all allocations inside count as keys of other ranks
-    (`SplitCount`)."""
+    """Context manager for code that allocates keys and values of other ranks' tokens, or gradients
+    of such keys and values. Functions have it as a decorator, too.
+
+    Each running `SplitCount` counts the storages allocated inside as "keys of other ranks", a
+    single sum that is separate from all other bytes.
+    """
     counts = running_counts(SplitCount)
     for count in counts:
         count._marking += 1
@@ -111,7 +120,12 @@ def _keys_allocated() -> Iterator[None]:
 
 def _exchange(shards: Shards, parts: Tensor) -> Tensor:
     """Count the bytes of an all-to-all between P ranks, in place of running it, when a step with
-    sharded sequences is counted. Return a tensor without data like the received parts [P, ...]."""
+    sharded sequences is counted. Return a tensor without data like the received parts [P, ...].
+
+    Args:
+        shards: the sequence sharding; not read.
+        parts: the tensor [P, ...] to send, with one part for each rank.
+    """
     sent = parts.contiguous()
     for count in running_counts(SplitCount):
         count.links[TRADED_KEYS_INDEX if count._marking else TRADED_INDEX] += sent.nbytes
@@ -121,7 +135,12 @@ def _exchange(shards: Shards, parts: Tensor) -> Tensor:
 
 def _collective(names: tuple[str, ...]) -> Callable[..., SimpleNamespace]:
     """Return a replacement for a collective of torch.distributed that counts bytes and exchanges
-    nothing, for a step with sharded sequences on one rank."""
+    nothing, for a step with sharded sequences on one rank.
+
+    Args:
+        names: names that the collective has in torch's versions; `GATHER` for an all-gather of
+            keys. Any other collective is the sum of key gradients (reduce-scatter).
+    """
 
     def run(
         received: Tensor, sent: Tensor, group: Any = None, async_op: bool = False
@@ -150,10 +169,10 @@ def split_over(
     """Context manager in which patched models treat their batch as the first rank's shard of longer
     sequences, without other processes. A step with sharded sequences is counted inside.
 
-    Keys are gathered one key/value head at a time.
+    Under context parallelism, keys are gathered one key/value head at a time.
 
     Args:
-        by: kind of sequence sharding.
+        by: kind of sequence sharding: "DeepSpeed Ulysses" or "context parallelism".
         ranks: number of ranks that share a sequence.
         rows: number of rows in the batch.
         length: tokens of a row in the shard.
@@ -170,19 +189,19 @@ def split_over(
         start = _keys_allocated()(kind.start_keys)
     else:
         start = kind.start_keys
-    counted_gradient = _keys_allocated()(kind.own_gradient)
+    counted_gradient = _keys_allocated()(kind.own_gradients)
 
     def start_keys(self: Any, parts: list[Tensor], heads: int) -> Keys:
-        """Add the layer's head counts to `head_counts`, and start the exchange of the layer's keys
-        and values."""
+        """Add the layer's numbers of heads (`Heads`) to `head_counts`, and call the original
+        `start_keys`, which starts the exchange of the layer's keys and values `parts`."""
         if head_counts is not None:
             k, v = parts
             head_counts.add(Heads(heads, k.shape[1], gathered_keys.bytes_of_a_head(k, v, 1)))
         return start(self, parts, heads)
 
-    def own_gradient(self: Any, *arguments: Any) -> list[Tensor]:
-        """Return the gradients of this rank's own keys; their allocations do not count as keys from
-        other ranks."""
+    def own_gradients(self: Any, *arguments: Any) -> list[Tensor]:
+        """Return the gradients of this rank's own keys and values. The bytes of these gradients do
+        not count as keys of other ranks."""
         gradients = counted_gradient(self, *arguments)
         for count in running_counts(SplitCount):
             for x in tensors(gradients):  # no keys, because they belong to this rank's tokens
@@ -199,7 +218,7 @@ def split_over(
         (KVBuffer, "grow_accumulators", _keys_allocated()(KVBuffer.grow_accumulators)),
     ]
     if by == ULYSSES:
-        replacements += [(kind, "own_gradient", own_gradient), (kind, "exchange", _exchange)]
+        replacements += [(kind, "own_gradients", own_gradients), (kind, "exchange", _exchange)]
     else:
         methods = "to_sequence_order", "to_rank_parts"
         replacements += [(kind, name, _keys_allocated()(getattr(kind, name))) for name in methods]
@@ -221,9 +240,9 @@ def split_of(
     from the exchanges of one counted step.
 
     Args:
-        by: kind of sequence sharding.
-        heads: the different head counts of all layers.
-        links: bytes of the counted step's exchanges; see `SplitCount`.
+        by: kind of sequence sharding: "DeepSpeed Ulysses" or "context parallelism".
+        heads: the different numbers of heads among the layers.
+        links: five numbers of bytes, exchanged in the counted step (`SplitCount.links`).
         ranks: number of ranks in the count.
         tokens: tokens of a shard in the count.
         saves: names of the tensors that layers save, as in `StreamConfig.saves`.
@@ -245,14 +264,16 @@ def lines_of_keys(
     lengths: Sequence[int],
     ranks: int,
 ) -> list[list[PhaseMemory]]:
-    """Return each count's phases with their memory as lines: peak + per_key * (keys of other
-    ranks). A phase that holds other numbers of these keys over time has several lines, and occurs
-    once for each. The planner takes their maximum to predict other numbers of ranks.
+    """Return each count's phases with the memory as a linear function of `profile.held_keys`, the
+    amount of other ranks' keys: peak + per_key * amount.
+
+    A phase that holds different amounts of these keys over time has several such functions, and
+    occurs once for each. The planner takes their maximum to predict other numbers of ranks.
 
     Args:
-        phases: the phases of each count, in order.
+        phases: the phases of each count, in order. Counts differ in row length and chunk size.
         split: kind of sequence sharding.
-        lengths: tokens of a rank's shard in each count.
+        lengths: tokens of a rank's shard (its part of a row) in each count.
         ranks: number of ranks in the count.
     """
     if split.by == ULYSSES:

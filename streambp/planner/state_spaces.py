@@ -33,8 +33,8 @@ ACCUMULATION_DTYPE = torch.float32
 
 
 def _rows(x: Tensor) -> Tensor:
-    """Return x [...]; a contiguous copy if its last dimension is not contiguous, because the kernel
-    makes such a copy."""
+    """Return x [...] if its last dimension is contiguous, otherwise a contiguous copy, because the
+    counted kernel makes such a copy."""
     if x.stride(-1) == 1:
         return x
     return x.contiguous()
@@ -45,9 +45,10 @@ def _selective_scan(
     bias: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Allocate the tensors of mamba_ssm's selective scan (Mamba 1) without computing them, to count
-    memory. Return y [B, D, T] and the end state [B, D, N].
+    memory. Return y [B, D, T] and the end state [B, D, N], both without values.
 
-    Shapes: u, dt, z [B, D, T], a [D, N], b, c [B, N, T], d and bias [D]; z, d and bias may be None.
+    The arguments are those of mamba_ssm's kernel. Shapes: u, dt, z [B, D, T], a [D, N], b, c
+    [B, N, T], d and bias [D]; z, d and bias may be None.
     """
     u, dt, b, c = (_rows(x) for x in (u, dt, b, c))
     z = None if z is None else _rows(z)
@@ -65,9 +66,9 @@ def _selective_scan(
 
 
 def _selective_scan_backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    """Return empty tensors in place of the gradients of forward's tensors, for the backward of
-    mamba_ssm's selective scan with grad [B, D, T]. Nothing is computed, because the planner only
-    counts the memory. The gradients of b and c are in float32."""
+    """Return uninitialized tensors in place of the gradients of `_selective_scan`'s arguments, for
+    the gradient `grad` [B, D, T] of y. Nothing is computed, because the planner only counts the
+    memory of mamba_ssm's backward. The gradients of b and c are in float32."""
     u, dt, a, b, c, d, z, bias, _, _ = ctx.saved_tensors
     grad = _rows(grad)
     if z is None:
@@ -99,10 +100,11 @@ def _fused_mamba(
     out_bias: Tensor | None, a: Tensor, d: Tensor | None, dt_bias: Tensor | None, norm: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """Allocate the tensors of mamba_ssm's fused Mamba layer without computing them, to count
-    memory. Return the output [B, T, h] for xz [B, 2 D, T].
+    memory. Return the output [B, T, h] for xz [B, 2 D, T]. Only products with weights are computed.
 
-    Shapes: x_proj [R + 2 N, D], dt_proj [D, R], out_proj [h, D], a [D, N]; d and biases may be
-    None.
+    Shapes: x_proj [R + 2 N, D], dt_proj [D, R], out_proj [h, D], a [D, N]. `conv` is the
+    convolution's weight. d and biases may be None. `norm` is the weight of a norm of the step size;
+    None: no norm.
     """
     xz = _rows(xz)
     x = xz[:, : xz.shape[1] // 2]
@@ -124,10 +126,15 @@ def _fused_mamba(
 
 
 def _mamba_step(small: Tensor, dt_proj: Tensor, has_norm: bool) -> Tensor:
-    """Allocate the tensors for a Mamba layer's step size without computing them, to count memory.
-    Return the step size dt [D, B T] for `small` [B T, R + 2 N], the output of x_proj.
+    """Allocate the tensors for a Mamba layer's step size on meta or fake tensors, to count memory.
+    Return the step size dt [D, B T].
 
     A norm of dt allocates three tensors: a copy of its input, its output, a copy of its output.
+
+    Args:
+        small: [B T, R + 2 N], the output of the projection x_proj.
+        dt_proj: [D, R], the weight of the projection to the step size.
+        has_norm: True if the layer norms the step size.
     """
     dt = dt_proj @ small[:, : dt_proj.shape[1]].mT
     for _ in range(3 * has_norm):
@@ -137,8 +144,8 @@ def _mamba_step(small: Tensor, dt_proj: Tensor, has_norm: bool) -> Tensor:
 
 def _fused_mamba_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """Allocate the tensors of the backward of mamba_ssm's fused Mamba layer without computing them,
-    to count its memory for grad [B, T, h]. Return the gradients of forward's tensors; that of conv
-    is in float32."""
+    to count its memory for grad [B, T, h]. Return the gradients of the arguments of `_fused_mamba`
+    in their order; that of conv is in float32, that of norm is None."""
     conv, conv_bias, x_proj, dt_proj, out_proj, out_bias, d, dt_bias, xz, small, a, b, c, _, _ = (
         ctx.saved_tensors
     )
@@ -187,17 +194,17 @@ fused_mamba = functools.partial(KernelReplay.apply, _fused_mamba, _fused_mamba_b
 
 @dataclasses.dataclass(frozen=True)
 class ScanSizes:
-    """Sizes of one call of mamba_ssm's Mamba 2 scan, and methods that create empty tensors of its
-    usual shapes, by which the kernel's memory is counted.
+    """Sizes of one call of mamba_ssm's Mamba 2 scan, with methods that create uninitialized tensors
+    of the shapes in this kernel, to count its memory.
 
     Attributes:
         like: tensor with the dtype and device of the call.
         block: Q, tokens of a block.
-        rows: B.
-        tokens: T.
-        heads: H.
+        rows: B, rows of the batch.
+        tokens: T, tokens of a row.
+        heads: H, number of heads.
         width: P, columns of a head.
-        groups: G.
+        groups: G, number of groups of heads; the heads of a group share B and C.
         size: N, size of a state.
     """
 
@@ -223,7 +230,7 @@ class ScanSizes:
 
     def steps(self, parts: int = 1) -> Tensor:
         """Return an empty tensor [B, H, NB, parts, Q] in float32, for numbers of each token and
-        head such as the step size dt."""
+        head such as the step size dt. `parts` is the number of partial sums of each number."""
         return self.like.new_empty(
             self.rows, self.heads, self.blocks, parts, self.block, dtype=ACCUMULATION_DTYPE
         )
@@ -249,8 +256,11 @@ class ScanSizes:
         )
 
     def flops(self, times: int) -> None:
-        """Add the FLOPs of a scan's products (scores, states of blocks, and output from both) to
-        the active counts, `times` times those of forward."""
+        """Add the FLOPs of a scan's matrix products to the active counts (`StepCount`).
+
+        Args:
+            times: factor of the FLOPs of one forward; 4 for backward.
+        """
         scores = 2 * self.groups * self.block * self.size
         mixed = 2 * self.heads * self.width * (self.block + 2 * self.size)
         add_flops(times * self.rows * self.tokens * (scores + mixed))
@@ -284,12 +294,12 @@ def _scan_backward(
     sizes: ScanSizes, dt: Tensor, has_start: bool, are_allocated: bool
 ) -> tuple[Tensor | None, ...]:
     """Allocate the tensors of the backward of Mamba 2's scan without computing them, to count
-    memory. Return the gradients of x, dt, B, C and the start state.
+    memory. Return uninitialized gradients of x, dt, B, C and the start state, or None.
 
     Args:
         sizes: sizes of the call.
-        dt: [B, T, H].
-        has_start: True if the start state needs a gradient.
+        dt: the step sizes [B, T, H].
+        has_start: True if the start state needs a gradient; False: its gradient is None.
         are_allocated: True if the caller has allocated the gradients of x, dt, B and C; these are
             then None.
     """
@@ -359,7 +369,7 @@ def _mamba2_scan(
     Return the output [B, T, H, P] and the end state [B, H, P, N].
 
     Shapes: x [B, T, H, P], dt [B, T, H], a [H], b, c [B, T, G, N], start [B, H, P, N] or None; d
-    and dt_bias [H] or None.
+    and dt_bias [H] or None. `block` is the number of tokens in a block of the scan.
     """
     x, b, c = _rows(x), _rows(b), _rows(c)
     sizes = ScanSizes(x, block, *x.shape, *b.shape[2:])
@@ -371,8 +381,8 @@ def _mamba2_scan(
 
 def _mamba2_scan_backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     """Allocate the tensors of the backward of `_mamba2_scan` without computing them, to count its
-    memory for grad [B, T, H, P]. Return the gradients of forward's tensors, in x's dtype or their
-    own."""
+    memory for the output's gradient `grad` [B, T, H, P]. Return uninitialized gradients of the
+    arguments of `_mamba2_scan` in their order; None for `block`."""
     _, x, dt, _, a, b, _, d, dt_bias, start = ctx.saved_tensors
     grad = _rows(grad)
     sizes = ScanSizes(x, ctx.block, *x.shape, *b.shape[2:])
@@ -393,7 +403,7 @@ def _fused_mamba2(
     memory. Return the output [B, T, h] for zxbcdt [B, T, 2 H P + 2 G N + H].
 
     Shapes: conv [H P + 2 G N, k], dt_bias, a and d [H], norm [H P] or None, proj [h, H P]; biases
-    may be None.
+    may be None. `width` is P (columns of a head), `groups` is G, `block` the tokens of a block.
     """
     ctx.sizes = width, groups, block
     sizes = _mamba2_sizes(zxbcdt, conv, d, *ctx.sizes)
@@ -435,8 +445,8 @@ def _mamba2_sizes(
 
 def _fused_mamba2_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """Allocate the tensors of the backward of `_fused_mamba2` without computing them, to count its
-    memory for grad [B, T, h]. Return the gradients of forward's tensors; that of conv is in
-    float32."""
+    memory for grad [B, T, h]. Return the gradients of the arguments of `_fused_mamba2` in their
+    order; that of conv is in float32, and those of the last three are None."""
     zxbcdt, conv, conv_bias, out, a, d, dt_bias, norm, _, proj, proj_bias = ctx.saved_tensors
     sizes = _mamba2_sizes(zxbcdt, conv, d, *ctx.sizes)
     recomputed = torch.empty_like(out)

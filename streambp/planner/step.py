@@ -40,19 +40,19 @@ class Span:
     the head's backward. Bytes are relative to those before the step.
 
     Attributes:
-        name: the phase's name.
+        name: the phase's name: "embedding", "forward", "head", "head backward", "backward" or
+            "embedding backward".
         layer: index of the layer, or None if the phase is outside of layers.
-        start: bytes in use at the start.
-        peak: maximum of the bytes in use.
-        end: bytes in use at the end.
+        start: bytes of device memory in use at the start.
+        peak: maximum of the bytes of device memory in use.
+        end: bytes of device memory in use at the end.
         host: bytes of host memory in use at the end.
         gradients: bytes of parameters' `.grad` at the end.
         work: FLOPs, bytes read and written, and dispatches in the phase.
-        max_other_bytes: `splits.SplitCount.max_other_bytes` of the phase: dict from bytes of keys
-            of other ranks to the largest number of all other bytes beside such keys. {} without
-            sequence sharding.
-        links: `splits.SplitCount.links` of the phase: bytes exchanged with other ranks. () without
-            sequence sharding.
+        max_other_bytes: dict from bytes in use for other ranks' keys and values to the largest
+            number of all other bytes in use at the same time. {} without sequence sharding.
+        links: five numbers of bytes exchanged with other ranks, as in `splits.SplitCount.links`. ()
+            without sequence sharding.
     """
 
     name: str
@@ -76,10 +76,10 @@ class Phases:
     Args:
         count: counts the bytes of device memory that are in use, and their peak.
         parameters: the model's parameters, whose `.grad` bytes are recorded.
-        host: returns the bytes of host memory that are in use.
+        host: function that returns the bytes of host memory that are in use.
 
     Attributes:
-        spans: the records of the phases that have ended, in order.
+        spans: the `Span`s of the phases that have ended, in order.
         backward: True once the step's backward runs.
     """
 
@@ -100,7 +100,7 @@ class Phases:
         self.backward = False
 
     def enter(self, name: str | None, layer: int | None = None) -> None:
-        """End the current phase, append its record to `spans`, and begin another phase.
+        """End the current phase, append its `Span` to `spans`, and begin another phase.
 
         Args:
             name: name of the next phase; None: the step ends.
@@ -154,12 +154,13 @@ def run_step(
         layers: its decoder layers, in order.
         loss: runs the forward and returns a scalar tensor.
         count: counts the bytes in use; entered here as a context manager.
-        host: returns the bytes of host memory in use.
+        host: function that returns the bytes of host memory in use; by default they count as 0.
     """
     phases = Phases(count, list(model.parameters()), host)
 
     def enter_layer(index: int, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Record that a layer's forward begins: a forward pre-hook."""
+        """Begin the phase of a layer's forward: a forward pre-hook. The hook does nothing in
+        backward, where layers run again to recompute."""
         if phases.backward:
             return  # a recomputation
         if index == 0:
@@ -172,8 +173,8 @@ def run_step(
         phases.enter("forward", index)
 
     def leave_layer(index: int, module: nn.Module, args: Any, output: Any) -> None:
-        """Register a tensor hook that records the start of the layer's backward: a forward hook.
-        The last layer's hook also records the start of the head."""
+        """Register a tensor hook that begins the phase of the layer's backward: a forward hook of
+        the layer. After the last layer, also begin the phase of the head."""
         if phases.backward:
             return
         if isinstance(output, tuple):
@@ -208,8 +209,9 @@ def run_step(
 
 @contextlib.contextmanager
 def fused_attention(model: nn.Module) -> Iterator[None]:
-    """Context manager in which the model's attention makes FlashAttention's allocations on meta
-    tensors. transformers' sdpa on meta tensors would allocate a [T, T] matrix."""
+    """Context manager in which the attention of an unpatched model makes FlashAttention's
+    allocations on meta tensors. The sdpa of transformers would allocate a [T, T] matrix, unlike a
+    GPU's kernel."""
     AttentionInterface.register(FUSED_ATTENTION, _flash)
     with replace_attribute(
         attention_configs(model), IMPLEMENTATION, itertools.repeat(FUSED_ATTENTION)
@@ -238,10 +240,9 @@ def _flash_as_sdpa(
     scale: float | None = None,
     **__: Any,
 ) -> Tensor:
-    """Return the output of torch's FlashAttention operation on tensors without data, with the
-    arguments of `scaled_dot_product_attention`: query [B, H, T, D], key and value [B, H_kv, S, D].
-    A mask is ignored.
-    """
+    """Return the output [B, H, T, D] of torch's FlashAttention operation on tensors without data.
+    Replaces `F.scaled_dot_product_attention` and has its arguments: query [B, H, T, D], key and
+    value [B, H_kv, S, D]. A mask and dropout are ignored."""
     result: Tensor = aten._scaled_dot_product_flash_attention(
         query, key, value, 0.0, is_causal, scale=scale
     )[0]

@@ -75,14 +75,16 @@ VERSIONED_LIBRARIES = frozenset(("builtins", "torch", "typing"))  # covered by a
 
 
 class StoredCount(NamedTuple):
-    """Counted memory, FLOPs and saves of a model's step.
+    """Count of a patched model's training step, as it is stored in a file: memory, FLOPs, and the
+    tensors that layers may save for backward.
 
     Attributes:
         method: the step's counted memory and FLOPs.
-        factor: number by which the counted bytes are multiplied, for autocast.
-        casts: bytes of autocast's copies of weights.
-        costs: dict from the layer's index to bytes and FLOPs of the tensors that it may save. The
-            devices in it are placeholders.
+        factor: number by which the counted bytes are multiplied under autocast, because the step is
+            counted with weights in autocast's dtype; 1 without autocast.
+        casts: bytes of autocast's copies of weights; 0 without autocast.
+        costs: dict from the layer's index to bytes and FLOPs of the tensors that the layer may
+            save. The device in each `LayerCost` is a placeholder.
     """
 
     method: Method
@@ -92,9 +94,9 @@ class StoredCount(NamedTuple):
 
 
 def key_of(model: nn.Module, config: StreamConfig, cast: torch.dtype | None) -> str | None:
-    """Return a digest of all that the count of a step depends on, which names the count's file.
-    None if the model cannot be described. No weight's value is part of the digest, because a count
-    depends on no value.
+    """Return a digest of the model's structure, the settings, the versions and the code on which
+    the count of a step depends. The digest is the name of the count's file. None if the model
+    cannot be described. No weight's value is in the digest, because a count depends on no value.
 
     Args:
         model: the patched model.
@@ -118,10 +120,11 @@ def key_of(model: nn.Module, config: StreamConfig, cast: torch.dtype | None) -> 
 
 
 def read(key: str | None) -> StoredCount | None:
-    """Return the stored count with this key; None if there is none that can be used.
+    """Return the count that an earlier process has stored under this key. None if the key is None,
+    or if the file does not exist or is damaged.
 
     Args:
-        key: result of `key_of`.
+        key: result of `key_of`, by which the file is named.
     """
     if key is None:
         return None
@@ -136,8 +139,8 @@ def _restore(key: str, entries: Mapping[str, Any]) -> StoredCount:
     """Return the count in the entries of a file.
 
     Args:
-        key: the file's key.
-        entries: the entries.
+        key: the result of `key_of` for the present model, by which the file is named.
+        entries: the file's entries, as `store` makes them.
 
     Raises:
         ValueError: the entries have another key.
@@ -152,10 +155,11 @@ def _restore(key: str, entries: Mapping[str, Any]) -> StoredCount:
 
 
 def store(key: str | None, count: StoredCount) -> None:
-    """Write a count to the file of its key. Nothing is raised if the file cannot be written.
+    """Write a count to the file that is named by its key, for later processes with the same model.
+    Nothing is raised if the file cannot be written. Beyond MAX_FILES files, the oldest are deleted.
 
     Args:
-        key: result of `key_of`.
+        key: result of `key_of`; None: nothing is written.
         count: the count.
     """
     if key is None:
@@ -178,7 +182,7 @@ def store(key: str | None, count: StoredCount) -> None:
 
 
 def _file(key: str) -> Path:
-    """Return the path of the file of the count with this key."""
+    """Return the path of the file of the count with this key (a result of `key_of`)."""
     return folder().with_name("counts") / f"{key}.json"
 
 
@@ -271,7 +275,7 @@ def _code_of(kinds: Mapping[type, Any]) -> Iterator[Any]:
     that define these classes, for the key of a stored count.
 
     Args:
-        kinds: the classes.
+        kinds: dict with the modules' classes as keys; its values are not read.
     """
     spaces: dict[str, Mapping[str, Any]] = {}
     for base in itertools.chain.from_iterable(kind.__mro__ for kind in kinds):
@@ -285,12 +289,12 @@ def _code_of(kinds: Mapping[type, Any]) -> Iterator[Any]:
 
 
 def _function(function: Any, depth: int) -> list[Any]:
-    """Return a description of a function's code, of the values in its defaults and closure, and of
-    wrapped functions, for the key of a stored count.
+    """Return a description of a function, for the key of a stored count. The list has digests of
+    its code and of the functions that it wraps, and the values in its defaults and closure.
 
     Args:
         function: the function.
-        depth: 0: leave the defaults and the closure out.
+        depth: 0: leave out the values of defaults and closure; 1 or more: describe them.
     """
     parts: list[Any] = []
     for _ in range(MAX_DEPTH):
@@ -314,8 +318,8 @@ def _contents(function: types.FunctionType) -> Iterator[Any]:
 
 
 def _code(code: types.CodeType) -> str:
-    """Return a digest of compiled code, for the key of a stored count. The digest does not depend
-    on file name and line numbers."""
+    """Return a digest of a function's compiled code, as hexadecimal digits for the key of a stored
+    count. The digest does not depend on file name and line numbers."""
     digest = hashlib.sha256(code.co_code)
     for value in (*code.co_names, *code.co_varnames, *code.co_consts):
         if isinstance(value, types.CodeType):

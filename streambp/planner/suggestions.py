@@ -22,12 +22,12 @@ UNLIMITED_BYTES = 2**50  # bytes of a device on which everything fits
 
 
 class Training(NamedTuple):
-    """Kind of training: of all parameters, or of LoRA adapters on a frozen, possibly quantised
-    model.
+    """Kind of training: all parameters are trained, or LoRA adapters on a frozen, possibly
+    quantised model.
 
     Attributes:
         lora: rank of the adapters; None: all parameters are trained.
-        bits: bits of the frozen weights.
+        bits: bits of the frozen weights; 16: not quantised.
     """
 
     lora: int | None = None
@@ -48,8 +48,8 @@ class Training(NamedTuple):
         return (*adapters, *(("--bits", str(self.bits)) if self.bits < 16 else ()))
 
     def smaller(self) -> Iterator[Training]:
-        """Yield kinds of training that take less device memory (LoRA, LoRA on 4-bit weights), the
-        one closest to this training first."""
+        """Yield kinds of training that take less device memory than this training: LoRA, then LoRA
+        on 4-bit weights. Kinds that would not change this training are left out."""
         rank = self.lora or LORA_RANK
         if self.lora is None:
             yield Training(rank)
@@ -62,8 +62,8 @@ class Remedy:
     """A change, such as LoRA or more GPUs, with which a step fits into memory or is faster.
 
     Attributes:
-        change: description for the plan's text.
-        options: command-line options that request the change.
+        change: the change in words, for the plan's text.
+        options: options of `streambp plan` that request the change, such as ("--lora", "16").
         plan: the plan with these options.
     """
 
@@ -73,8 +73,9 @@ class Remedy:
 
 
 def settings_of(base: Setting) -> Iterator[tuple[tuple[str, ...], Setting]]:
-    """Yield pairs of command-line options and the setting that they request: `base` itself, and
-    variants with the layers' weights, the optimizer state or both in host memory."""
+    """Yield pairs: options of `streambp plan`, and the training setting that they request. The
+    first pair is () with `base` itself. Variants of `base` have the layers' weights, the optimizer
+    state or both in host memory."""
     choices: list[tuple[tuple[str, ...], Setting]] = [((), base)]
     for weights in ("auto", "cpu"):
         if weights != base.weights and base.weights != "cpu":
@@ -88,8 +89,9 @@ def settings_of(base: Setting) -> Iterator[tuple[tuple[str, ...], Setting]]:
 
 
 def seconds_of(plan: Plan) -> float:
-    """Return the seconds of a plan's fastest step (`choice`, or `patch` without settings if that is
-    faster); infinity if no step fits. Proposals are compared by these seconds."""
+    """Return the seconds of a plan's fastest step (`Plan.choice`, or `patch` without settings if it
+    is faster); infinity if no step fits. Proposed changes of a plan are compared by these seconds.
+    """
     if plan.choice is None:
         return math.inf
     if plan.default_wins and plan.by_default is not None:
@@ -103,16 +105,18 @@ def best_change(
     profile: Profile,
     training: Training | None,
 ) -> Remedy | None:
-    """Return the fastest plan among the variants of a setting (`settings_of`), with the options
-    that request it. None if no variant fits.
+    """Return the fastest plan with another training or another setting than `base_plan`, with the
+    options that request it. None if no such plan fits.
 
-    Among plans at most 2 % slower than the fastest, the result has the fewest command-line options.
+    The settings are the plan's own, and its variants with weights or optimizer state in host
+    memory. Among plans at most 2 % slower than the fastest, the result has the fewest options.
 
     Args:
         base_plan: the plan whose setting changes.
-        seq_len: the requested length.
+        seq_len: the requested length of sequences; "max": the longest that fits.
         profile: the counted costs of the model under `training`.
-        training: the training, if it differs from the plan's; None: the plan's own.
+        training: the kind of training, if it differs from the plan's; None: the plan's own, so that
+            the plan's own setting is left out.
     """
     fitting: list[Remedy] = []
     for options, setting in settings_of(base_plan.setting):
@@ -134,12 +138,12 @@ def best_change(
 def _describe_change(
     training: Training | None, options: tuple[str, ...]
 ) -> tuple[list[str], tuple[str, ...]]:
-    """Return texts for the plan that describe the changes of a remedy, and all command-line options
-    of the remedy.
+    """Return two things: texts that describe the changes of a proposal, one for each change, and
+    all options of `streambp plan` that request the changes.
 
     Args:
-        training: the training, if it differs from the plan's; None: the plan's own.
-        options: the options that request the setting.
+        training: the kind of training, if it differs from the plan's; None: the plan's own.
+        options: the options that request the proposal's setting, from `settings_of`.
     """
     changes = []
     if training is not None:
@@ -164,9 +168,10 @@ def remedies(
 
     Args:
         plan: the plan that does not fit.
-        seq_len: the requested length.
-        training: the requested training.
-        count: returns the counted costs of the model under a training; called only if necessary.
+        seq_len: the requested length of sequences; "max": the longest that fits.
+        training: the kind of training that was requested.
+        count: function that returns the counted costs of the model under a kind of training, called
+            only while no change keeps the layers' weights on the device.
     """
     remedy_count = 0
     last = None
@@ -208,9 +213,9 @@ def _fewer_tokens(
 
     Args:
         plan: the plan that does not fit.
-        seq_len: the requested length.
+        seq_len: the requested length of sequences; "max": the longest that fits.
         profile: the counted costs of the model under `training`.
-        training: the training, if it differs from the plan's; None: the plan's own.
+        training: the kind of training, if it differs from the plan's; None: the plan's own.
     """
     if seq_len == "max" and training is None:
         return None
@@ -234,7 +239,7 @@ def _on_more_gpus(current_plan: Plan, seq_len: int | Literal["max"]) -> Iterator
 
     Args:
         current_plan: the plan that does not fit.
-        seq_len: the requested length.
+        seq_len: the requested length of sequences; "max": the longest that fits.
     """
     current = current_plan.setting
     gpus = current.gpus if current.gpus > 1 and current.zero < 3 else 2 * current.gpus
@@ -259,12 +264,12 @@ def _on_more_gpus(current_plan: Plan, seq_len: int | Literal["max"]) -> Iterator
 
 
 def _min_seconds(base_plan: Plan) -> float:
-    """Return the least seconds of a plan's fastest step on devices with 1.25 times the memory,
-    twice the memory, and enough memory for everything. If the seconds are not fewer than now, no
-    change is proposed.
+    """Return the fewest seconds of the plan's fastest step on three devices: with 1.25 times the
+    memory, twice the memory, and enough memory for everything. If this is not faster than the plan,
+    no change that saves memory is proposed.
 
-    The first two count because `patch` without settings may be slower with more memory: on a device
-    with enough memory for everything it runs the model unpatched.
+    The first two devices count because `patch` without settings may be slower with more memory: on
+    the third device it runs the model unpatched.
     """
     gpu = base_plan.memory.gpu
     min_seconds = math.inf
@@ -285,9 +290,9 @@ def faster_changes(
 
     Args:
         plan: the plan that fits.
-        training: the plan's training.
-        count: returns the counted costs of the model under a training; called only if more device
-            memory would make the step faster.
+        training: the plan's kind of training.
+        count: function that returns the counted costs of the model under a kind of training, called
+            only if more device memory would make the step faster.
     """
     seconds = seconds_of(plan)
     if _min_seconds(plan) >= (1 - ALLOWED_SLOWDOWN) * seconds:
@@ -306,8 +311,8 @@ def faster_changes(
 
 
 def profile_of(training: Training, count: Callable[[Training], Profile]) -> Profile | None:
-    """Return the counted costs of a model under a training, from `count`; None if the model cannot
-    be trained or counted like that."""
+    """Return the counted costs of a model under a kind of training, from `count`; None if `count`
+    raises, because the model cannot have adapters for example."""
     try:
         return count(training)
     except Exception:  # peft and transformers raise anything for models without usual Linears
@@ -315,15 +320,15 @@ def profile_of(training: Training, count: Callable[[Training], Profile]) -> Prof
 
 
 def is_on_device(remedy: Remedy) -> bool:
-    """True if all of the layers' weights are on the device in the step that a remedy's plan chose.
-    Remedies with smaller training are then not sought."""
+    """True if all of the layers' weights are on the device in the fastest step of a remedy's plan
+    (`Plan.choice`). Kinds of training that need less memory are then not proposed."""
     choice = remedy.plan.choice
     return choice is not None and choice.on_host is None
 
 
 def excess_text(plan: Plan) -> str | None:
-    """Return text with the GiB of weights, gradients and optimizer state if these alone exceed the
-    device's usable memory; otherwise None."""
+    """Return text with the GiB of weights, gradients and optimizer state, if these alone exceed the
+    device's usable memory, so that no step fits. Otherwise return None."""
     setting = plan.setting
     if setting.weights == "auto":
         setting = dataclasses.replace(setting, on_host=None)
@@ -344,8 +349,14 @@ def excess_text(plan: Plan) -> str | None:
 
 
 def replace_options(command: Sequence[str], options: Sequence[str]) -> list[str]:
-    """Return the words of a command line in which `options` replace the options of the same names,
-    to print a remedy's command. `--lora` and `--full` replace each other."""
+    """Return the words of a command line with other options, to print the command that requests
+    another plan. `--lora` and `--full` replace each other.
+
+    Args:
+        command: the words of the command line.
+        options: the other options with their values, appended at the end. Options of the same names
+            are removed from `command`.
+    """
     names = {option for option in options if option.startswith("--")}
     names |= {"--lora", "--full"} if names & {"--lora", "--full"} else set()
     words, values = [], iter(command)

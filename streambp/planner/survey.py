@@ -54,11 +54,12 @@ class SurveyRecipe:
     checkpointing, or streamed with some settings.
 
     Attributes:
-        name: name of the way, which becomes `Method.name`.
-        config: streambp's settings; None: unpatched.
+        name: name of the way, for example "checkpointing"; also the `Method`'s name.
+        config: streambp's settings; None: an unpatched step.
         checkpointing: True for unpatched steps with gradient checkpointing.
         fused_head: True for unpatched steps that compute the loss without all logits at once.
-        split: kind of sequence sharding over ranks; "": none.
+        split: kind of sequence sharding: "DeepSpeed Ulysses", "context parallelism", or "" if each
+            rank has full sequences.
     """
 
     name: str
@@ -74,9 +75,10 @@ def streamed_recipe(
     """Return the recipe of a step under streambp, chunk by chunk, named after its settings.
 
     Args:
-        saves: names of the tensors that every layer saves.
+        saves: names of the tensors that every layer saves for backward, as in `StreamConfig.saves`.
         offload: the value of `StreamConfig.offload`.
-        split: kind of sequence sharding over ranks; "": each rank has full sequences.
+        split: kind of sequence sharding: "DeepSpeed Ulysses", "context parallelism", or "" if each
+            rank has full sequences.
 
     Raises:
         ConfigError: the saves are restricted to some layers.
@@ -128,7 +130,8 @@ SPLIT_RECIPES = {
 
 
 def _chunks_to_count(recipe: SurveyRecipe) -> int:
-    """Return roughly how many chunks the count of a recipe runs, to show its progress."""
+    """Return roughly the number of chunks that are run to count a recipe (way to run a step). The
+    progress bar weights recipes by this number."""
     if recipe.config is None:
         return 2
     return 15 if recipe.config.gpu_memory is None else 30
@@ -149,21 +152,22 @@ def survey(
     counted memory and FLOPs (`Profile`).
 
     Args:
-        skeleton: the model; its layers are reduced to representatives.
-        recipes: the ways to run a step.
+        skeleton: the model, of which layers are removed: a few of each structure remain.
+        recipes: the ways to run a step, such as gradient checkpointing.
         batch_size: number of rows.
         at: (T, C), row length and chunk size where the fitted functions are most accurate; None:
             functions for any length.
         kernels: attention kernels on a GPU, whose workspaces are counted.
-        accumulating: also count steps that add to existing gradients.
-        tree: also count each module's parameters and activations.
-        timed: also count more (T, C), which predictions of seconds at other lengths need.
+        accumulating: True: also count steps that add to existing gradients. False: count only steps
+            that create their gradients.
+        tree: True: also count each module's parameters and activations.
+        timed: True: also count at more (T, C), which predictions of seconds at other lengths need.
         on_progress: progress callback with the next recipe's name and the fraction of the work
-            done.
+            done. None: a line on the terminal says that a step is counted.
 
     Raises:
-        StreamBPError: a step cannot be counted on meta or fake tensors, for example because experts
-            read values.
+        StreamBPError: a streamed step cannot be counted on meta or fake tensors, for example
+            because experts read values.
     """
     groups = parameter_groups(skeleton.model)
     unsharded = _gathered_bytes(skeleton)
@@ -215,11 +219,16 @@ def survey(
 
 
 def _more_fields(skeleton: Skeleton) -> dict[str, Any]:
-    """Return some of `Profile`'s fields, by name: bytes of the layers' weights for a move to the
-    host, and texts about the count.
+    """Return fields of `Profile` as a dict from field name to value. A `Profile` has the memory and
+    costs of a model's steps, counted on tensors without data.
+
+    "frozen", "trained" and "decoded" are bytes of the layers' weights that may move to host memory.
+    The three are missing for weights that cannot move (8-bit weights and torchao's). "assumed" has
+    texts on assumptions of the count for a model that is no causal language model.
+    "without_adapters" has the names of Linears to which peft refuses to add LoRA adapters.
 
     Args:
-        skeleton: the full model.
+        skeleton: the model with all its layers, without data.
     """
     model = skeleton.model
     has_head = skeleton.head is not None
@@ -229,10 +238,8 @@ def _more_fields(skeleton: Skeleton) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def pause_garbage_collection() -> Iterator[None]:
-    """Context manager that disables the garbage collector.
-
-    Otherwise unreachable tensors would be freed at random moments of a count.
-    """
+    """Context manager that disables Python's garbage collector, because unreachable tensors would
+    otherwise be freed at random moments of a count of memory."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -261,7 +268,8 @@ def _layers_of(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _bytes_of(tensors: Sequence[Tensor]) -> int:
-    """Return the bytes that all tensors store."""
+    """Return the total bytes of parameters [...] in the real model. `tensors` are their copies
+    without data. The bytes of a quantized weight include its quantization statistics."""
     return sum(map(bytes_of, tensors))
 
 
@@ -291,14 +299,15 @@ Works = dict[Point, dict[str, Work]]  # work of a full step, by point and kind o
 
 @dataclasses.dataclass
 class Counter:
-    """Counts single training steps of a model on meta or fake tensors. The model has only its
-    representative layers.
+    """Counts single training steps of a model on meta or fake tensors. The model has only one or a
+    few layers of each structure, which represent all its layers.
 
     Attributes:
         skeleton: the model, on meta or fake tensors.
-        shrunk_model: its representative layers.
+        shrunk_model: the indices of these layers, and the layers that each represents.
         batch_size: number of rows.
-        kernels: attention kernels whose workspaces are counted; None: none.
+        kernels: attention kernels whose workspaces are counted, "cudnn" or "flash"; None: no
+            workspaces are counted.
         growth: for each phase, the additional bytes of a chunked step that adds to existing
             gradients; [] before the first count.
     """
@@ -318,9 +327,9 @@ class Counter:
         self.growth: list[PhaseMemory] = []
 
     def uses_fused_kernel(self, recipe: SurveyRecipe) -> bool:
-        """True if a fused attention kernel would run in the recipe's step. Otherwise attention is
+        """True if a fused attention kernel would run in the recipe's step. False if attention is
         computed by matrix products. A fused kernel on a GPU requires half precision, no softcap and
-        no sparse attention."""
+        no keys picked by an indexer (sparse attention). A recipe is a way to run a step."""
         if recipe.config is None:
             return True
         layers = _layers_of(self.skeleton.model)
@@ -339,21 +348,20 @@ class Counter:
         return self._fused
 
     def more_points(self, recipe: SurveyRecipe, size: int, counts: Works) -> Works:
-        """Return the FLOPs and bytes of steps at two more (T, C), by kind of phase. Costs at any
-        length are fitted through these and other points.
+        """Return the FLOPs and bytes of steps at two more points (T, C): a dict from the point to a
+        dict by kind of phase. Costs at any length are fitted through these and other points.
 
         The points have two chunks of `size` tokens, and three chunks (four with sharded sequences)
         of 2 `size` tokens.
 
-        The steps are counted for the first recipe with these saves. Another recipe with the same
-        saves differs only by its copies to the host. This difference is taken at a point that was
-        counted for both. The difference in bytes is scaled with the tokens, the difference in
-        dispatches with the chunks.
+        The steps are counted once for all recipes with the same saved tensors, which differ only by
+        their copies to the host. This difference is taken at a point that was counted for both
+        recipes. The difference's bytes are scaled with the tokens, the dispatches with the chunks.
 
         Args:
             recipe: the way to run the step.
-            size: chunk size of the smaller point.
-            counts: the recipe's own counts, by point.
+            size: tokens of a chunk at the first of the two points.
+            counts: the recipe's own counts at other points, in the form of the result.
         """
         assert recipe.config is not None
         key = recipe.split, recipe.config.named_saves, size
@@ -381,8 +389,8 @@ class Counter:
         return works
 
     def heads(self, recipe: SurveyRecipe) -> list[Heads]:
-        """Return the different head counts (`Heads`) of the model's attention layers, as recorded
-        in a step with sharded sequences.
+        """Return the different numbers of heads (`Heads`) among the model's attention layers, as
+        recorded in a forward with the recipe's kind of sequence sharding.
 
         Raises:
             StreamBPError: the model's sequences cannot be sharded; the message has the reason.
@@ -397,9 +405,9 @@ class Counter:
         return self._heads[recipe.split]
 
     def ranks(self, recipe: SurveyRecipe) -> int:
-        """Return the number of ranks for which a step with sharded sequences is counted: 2 under
-        context parallelism. Ulysses gets the smallest number that can share all heads, or 1 if none
-        can."""
+        """Return the number of ranks for which a recipe with sequence sharding is counted: 2 under
+        context parallelism. Under Ulysses it is the smallest number from 2 that can share all
+        heads, or 1 if no number can."""
         if recipe.split != ULYSSES:
             return 2
         heads = self.heads(recipe)
@@ -414,16 +422,16 @@ class Counter:
     def count(
         self, recipe: SurveyRecipe, point: Point, accumulate: bool = True
     ) -> list[list[Span]]:
-        """Return the phases of a counted step that creates its gradients, and of a second step that
-        adds to them.
+        """Count a step that creates its gradients, and a second step that adds to them. Return the
+        memory and costs of their phases.
 
         Args:
             recipe: the way to run the step.
             point: (T, C), tokens of a row and of a chunk.
-            accumulate: True to count the second step.
+            accumulate: True: count both steps. False: count only the first.
 
         Returns:
-            One list of phases for each counted step.
+            One list for each counted step, with the step's phases (`Span`) in order.
         """
         model = self.skeleton.model
         skeleton = self.skeleton
@@ -432,7 +440,7 @@ class Counter:
             ids = torch.empty(self.batch_size, point[0], dtype=torch.long)  # [B, T]
 
         def loss() -> Tensor:
-            """Run the forward and return the loss."""
+            """Run the forward, and return the loss as a scalar tensor without a value."""
             if recipe.fused_head:
                 language_model = skeleton.language_model
                 hidden = language_model.base_model(
@@ -465,8 +473,9 @@ class Counter:
 
     @contextlib.contextmanager
     def _prepare(self, recipe: SurveyRecipe, chunk_size: int) -> Any:
-        """Context manager in which the model is patched, or has gradient checkpointing, as the
-        recipe requests. The yielded object counts the host bytes of the step."""
+        """Context manager in which the model is patched with `chunk_size`, or has gradient
+        checkpointing, as the recipe requests. The yielded `CountingManager` counts the host bytes
+        of the step."""
         model = self.skeleton.model
         language_model = self.skeleton.language_model
         with contextlib.ExitStack() as stack:
@@ -516,9 +525,9 @@ class Counter:
 
 
 def _growth(phases: list[PhaseMemory], accumulating: list[PhaseMemory]) -> list[PhaseMemory]:
-    """Return the additional bytes of each phase in a step that adds to existing gradients, and the
-    bytes of these gradients. `_add_growth` adds these bytes at other lengths, where only one step
-    is counted.
+    """Return the difference in bytes of each phase between a step that adds to existing gradients
+    and a step that creates its gradients, with the bytes of gradients. `_add_growth` adds the
+    difference at other lengths, where the first kind of step is not counted.
 
     Args:
         phases: the phases of a step that creates its gradients.
@@ -537,7 +546,7 @@ def _add_growth(phases: list[PhaseMemory], growth: list[PhaseMemory]) -> list[Ph
 
     Args:
         phases: the phases of the step that creates its gradients.
-        growth: the result of `_growth` at any length.
+        growth: additional bytes of each phase, the result of `_growth` at any length.
     """
     result = []
     for phase, growth_part in zip(phases, growth, strict=True):
@@ -557,14 +566,14 @@ def _add_growth(phases: list[PhaseMemory], growth: list[PhaseMemory]) -> list[Ph
 def _count_method(
     counter: Counter, recipe: SurveyRecipe, at: Point | None, accumulating: bool, timed: bool
 ) -> Method:
-    """Count a step at several (T, C), and return its memory and FLOPs as functions of T and C
-    (`Method`).
+    """Count a step at several (T, C), tokens of a row and of a chunk. Return a `Method`: one way to
+    run a step, with its memory and FLOPs as functions of T and C.
 
     Args:
         counter: counts single steps.
-        recipe: the way to run the step.
+        recipe: the way to run the step, such as gradient checkpointing.
         at: (T, C) where the functions are most accurate; None: functions for any length.
-        accumulating: True: also count a step that adds to gradients.
+        accumulating: True: also count a step that adds to existing gradients; False: do not.
         timed: True: also count more (T, C), which predictions of seconds at other lengths need.
     """
     chunked = recipe.config is not None

@@ -25,18 +25,26 @@ def module_tree(skeleton: Skeleton, shrunk_model: ShrunkModel, batch_size: int) 
     """Return the tree of a model's modules with their parameters and activations, for the unpatched
     model without checkpointing.
 
-    All layers of one kind are one node. Equal numbered siblings share one node as well.
+    All layers of the same structure are one node. Equal entries of a `ModuleList` or `Sequential`
+    share a node, too.
 
     Args:
-        skeleton: the model, on meta or fake tensors.
-        shrunk_model: the representative layers, and the kind of each layer of the full model.
-        batch_size: number of rows, for activations.
+        skeleton: the model on meta or fake tensors, with one or a few layers of each structure.
+        shrunk_model: the structure of each layer of the full model, and the layer of `skeleton`
+            that represents it.
+        batch_size: number of rows of the batch with which activations are measured.
     """
     layers = max((stack.layers for stack in find_stacks(skeleton.model).stacks), key=len)
     bytes_by_module = _activations(skeleton, batch_size)
 
     def node(name: str, module: nn.Module, count: int) -> Node:
-        """Return the node of a module and its children."""
+        """Return the node of a module, with the nodes of the modules inside as children.
+
+        Args:
+            name: name or range of numbers of the module, such as "0-35" for 36 equal layers.
+            module: the module.
+            count: number of equal modules that the node represents.
+        """
         children = []
         if tuple(module.children()) == layers:
             for kind in dict.fromkeys(shrunk_model.kinds):
@@ -90,7 +98,12 @@ def module_tree(skeleton: Skeleton, shrunk_model: ShrunkModel, batch_size: int) 
 
 def _activations(skeleton: Skeleton, batch_size: int) -> Activations:
     """Return a dict from modules to bytes for each token. The bytes are those of tensors that the
-    module's forward allocates and that backward needs after the model's forward."""
+    module's forward allocates, and that backward keeps alive until the end of the model's forward.
+
+    Args:
+        skeleton: the model, on meta or fake tensors.
+        batch_size: number of rows of the batch that is run.
+    """
     count = StepCount(None)
     spans: dict[nn.Module, tuple[int, int]] = {}
     handles: list[Any] = []
@@ -127,8 +140,8 @@ def _activations(skeleton: Skeleton, batch_size: int) -> Activations:
 
 
 def _direct_children(module: nn.Module) -> list[nn.Module]:
-    """Return a module's children, with the entries of a `ModuleList` in place of the list, for the
-    tree of modules."""
+    """Return a module's children. A `ModuleList` among them, which has no forward and no
+    activations of its own, is replaced by its entries."""
     direct: list[nn.Module] = []
     for child in module.children():
         direct += _direct_children(child) if isinstance(child, nn.ModuleList) else [child]

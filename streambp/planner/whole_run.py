@@ -16,17 +16,17 @@ LENGTHS_PER_DOUBLING = 8  # lengths within a factor of two that are told apart
 
 @dataclasses.dataclass(frozen=True)
 class WholeRun:
-    """Predicted cost of all steps of a training, without the optimizer's own time, loading and
-    evaluation.
+    """Predicted cost of all steps of a training on a data set, without the optimizer's own time,
+    loading and evaluation.
 
     Attributes:
-        rows: rows of the data set.
-        tokens: tokens of the rows, which are cut at the plan's length.
+        rows: number of rows of the data set.
+        tokens: tokens of all rows, each cut at the plan's sequence length.
         epochs: passes over the data set.
-        packed_hours: hours if the data set is packed into rows of the plan's length.
-        hours: hours with one row of the data set in each row of a step; None for micro-batches of
-            several rows.
-        gpu_hours: the smaller number of hours times the number of GPUs.
+        packed_hours: hours if the data set is packed into rows of the plan's sequence length.
+        hours: hours without packing, in steps of one row of the data set with its own length; None
+            if the plan has micro-batches of several rows.
+        gpu_hours: the smaller of the two numbers of hours, times the number of GPUs.
         price: money for `gpu_hours`; None without a price.
     """
 
@@ -80,8 +80,8 @@ def whole_run(
 
 
 def round_up(length: int) -> int:
-    """Return the length rounded up to a power of 2 ** (1/8), at most a tenth longer, so that steps
-    of few different lengths have to be predicted."""
+    """Return a number of tokens rounded up to a power of 2 ** (1/8), at most a tenth more. Rows of
+    a data set then have few different lengths, and the seconds of few steps must be predicted."""
     return math.ceil(
         2 ** (math.ceil(LENGTHS_PER_DOUBLING * math.log2(length)) / LENGTHS_PER_DOUBLING)
     )
@@ -92,8 +92,8 @@ def whole_run_text(run: WholeRun, seq_len: int) -> str:
     GPU hours and money.
 
     Args:
-        run: the cost.
-        seq_len: the plan's length.
+        run: the cost of all steps.
+        seq_len: the plan's sequence length, to which rows are packed.
     """
     ways = [f"{hours_text(run.packed_hours)} packed into rows of {seq_len:,} tokens"]
     if run.hours is not None:

@@ -43,7 +43,7 @@ class Work(NamedTuple):
     from_host: float = 0.0
 
     def plus(self, addend: Work, times: float = 1.0) -> Work:
-        """Return the sum of this cost and `times` times the other, field by field; -1 subtracts."""
+        """Return this cost plus `times` times `addend`, field by field; times=-1 subtracts."""
         return Work(
             *[value + times * other_value for value, other_value in zip(self, addend, strict=True)]
         )
@@ -123,7 +123,7 @@ def pairs(queries: int, keys: int, causal: bool, window: int | None) -> int:
         queries: number of queries.
         keys: number of keys.
         causal: True if the queries are the last positions of the keys, and each query reads the
-            keys up to its own position.
+            keys up to its own position. False: each query reads all keys of its window.
         window: maximal number of keys that a query reads up to its own position, and, unless
             `causal`, also from its own position on; None: no limit.
     """
@@ -171,11 +171,11 @@ def attention_flops(func: Any, args: Any, kwargs: Any) -> int:
 
 
 def workspace(func: Any, args: Any, kernels: str) -> int:
-    """Return the bytes that an attention backward allocates and frees within one call. See
-    `planner/count.py`.
+    """Return the bytes that an attention backward allocates and frees within one call, such as dQ
+    in float32. torch's dispatch modes do not see these allocations.
 
     Args:
-        func: the operation, an overload of `torch.ops.aten`.
+        func: the operation of attention backward, an overload of `torch.ops.aten`.
         args: positional arguments of the operation.
         kernels: "flash" or "cudnn", the kernels that run on the GPU.
     """
@@ -205,15 +205,16 @@ SCATTER_SOURCE_INDEX = {  # index of the source that is written to selected elem
 
 
 def _size(tensor: Tensor) -> int:
-    """Return the bytes of a tensor that an operation reads or writes; dimensions with stride 0
-    (broadcast) count as size 1."""
+    """Return the bytes of a tensor's different elements, which an operation reads or writes.
+    Dimensions with stride 0 (broadcast) count as size 1."""
     sizes = (n for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride or n == 0)
     return math.prod(sizes) * tensor.element_size()
 
 
 def traffic_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
-    """Return the bytes that one torch operation reads and writes. The result is 0 for attention and
-    matrix products, except for products that are added to a sum.
+    """Return the bytes that one torch operation reads and writes, for a prediction of its seconds.
+    Attention and matrix products count 0 bytes, because their FLOPs determine their seconds. A
+    product that is added to a sum counts the sum's bytes.
 
     Args:
         func: the operation, an overload of `torch.ops.aten` that returns no view.

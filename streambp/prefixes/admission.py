@@ -71,14 +71,15 @@ def why_not(
     layer_states: list[LayerState],
     takes_positions: bool = True,
 ) -> str | None:
-    """Return, as text for `describe`, why a call cannot be computed as one packed row with shared
-    prefixes. None if a packed row may be tried.
+    """Return, as text for `streambp.describe`, why a call cannot be computed as one packed row,
+    without padding and with shared prefixes once. None if a packed row may be tried.
 
     Args:
         module: the backbone: a transformers model without head.
         kwargs: its arguments.
         layer_states: the backbone's decoder layers, with their settings and test results.
-        takes_positions: True if the backbone's forward accepts position_ids.
+        takes_positions: True if the backbone's forward accepts position_ids. A packed row needs
+            position_ids if a layer's attention reads a mask.
     """
     if hasattr(_embeddings(module), NOISY_EMBEDDINGS):
         return "NEFTune adds noise to the embeddings, which depends on how many tokens a row has"
@@ -128,7 +129,8 @@ def attach_tree(
     arguments. Attention finds there which keys each token of the packed row may read.
 
     Args:
-        tree: the packed row.
+        tree: the packed row: the batch's tokens in one row, without padding and with shared
+            prefixes once.
         layer_state: the decoder layer.
         args, kwargs: the layer's arguments.
 
@@ -150,7 +152,7 @@ def attach_tree(
 def check_streamed(layer_state: LayerState) -> None:
     """Raise UnsharedError unless the layer's last call ran in chunks, with streambp's attention.
     The layer's own attention would let a token of a packed row read another row's tokens. Called
-    after each layer of a packed row.
+    after each layer of a packed row, a row with the tokens of all rows of the batch.
 
     Raises:
         UnsharedError: the layer ran unchunked.
@@ -162,17 +164,18 @@ def check_streamed(layer_state: LayerState) -> None:
 
 
 class PackedRowTrials:
-    """Tests, with random tokens, if a backbone computes the same for a packed row with shared
-    prefixes as for the rows themselves, and the stored results of these tests.
+    """Tests, with random tokens, if a backbone computes the same for a packed row as for the rows
+    themselves, and stores the results. A packed row has the tokens of all rows, and shared prefixes
+    once.
 
     Args:
         module: the backbone.
 
     Attributes:
         takes_positions: True if the backbone's forward accepts position_ids.
-        verdicts: dict from a kind of call to two results: for batches without padding, and with
-            padding. A result is the reason against a packed row as text, or None if rows may be
-            packed.
+        verdicts: dict from a kind of call (the key that `kind_of` returns) to two results: for
+            batches without padding, and with padding. A result is the reason against a packed row
+            as text, or None if rows may be packed.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -181,9 +184,13 @@ class PackedRowTrials:
         self.verdicts: dict[tuple[Any, ...], tuple[str | None, str | None]] = {}
 
     def kind_of(self, kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Return a key that is equal for calls with arguments of the same names and position
-        dimensions, under the same autocast and with the same dtype of parameters. One test serves
-        all calls of a key."""
+        """Return a key of a call, so that one test serves all calls of a key. The key has the names
+        of the arguments, the number of dimensions of position_ids, the autocast dtype and the dtype
+        of parameters.
+
+        Args:
+            kwargs: the backbone's arguments.
+        """
         names: list[str] = []
         for name, value in kwargs.items():
             if value is not None and value is not False and name not in LABELS:
@@ -194,7 +201,12 @@ class PackedRowTrials:
         return form, autocast_dtype(tokens_of(kwargs).device.type), dtype
 
     def knows(self, kwargs: Mapping[str, Any]) -> bool:
-        """True if a call with arguments of this form was tested."""
+        """True if calls with the key of these arguments (`kind_of`) were tested already. `verdicts`
+        then has the result.
+
+        Args:
+            kwargs: the backbone's arguments.
+        """
         return self.kind_of(kwargs) in self.verdicts
 
     def make(
@@ -205,12 +217,14 @@ class PackedRowTrials:
         fork_distance: int,
         on_all_ranks: bool,
     ) -> None:
-        """Test with random tokens whether calls with arguments of this form can be computed as a
-        packed row with shared prefixes. Store the reasons against it, or None, in `verdicts`.
+        """Test with random tokens whether calls with the key of these arguments (`kind_of`) can be
+        computed as a packed row with shared prefixes. Store the reasons against it, or None, in
+        `verdicts`.
 
         Args:
             kwargs: the call's arguments, which `why_not` has accepted.
-            over: the backbone's forward.
+            over: the backbone's forward, called with the call's arguments, the packed row or None
+                for the rows, and a list that receives exceptions of layers.
             layer_states: the backbone's decoder layers.
             fork_distance: minimum number of tokens between two positions at which rows branch.
             on_all_ranks: True if all ranks run this test together, as forwards contain collectives.
@@ -326,8 +340,9 @@ def _pack_row(tree: PrefixTree, of_rows: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def _eval_mode(module: nn.Module) -> Iterator[None]:
-    """Context manager that sets all modules to eval mode, except modules with quantized weights:
-    the CPU code of bitsandbytes permanently repacks weights in eval mode."""
+    """Context manager that sets all modules inside `module` to eval mode, and restores their modes
+    at the end. Modules with quantized weights are left out: the CPU code of bitsandbytes
+    permanently repacks weights in eval mode."""
     training = []
     for part in module.modules():
         quantised = False

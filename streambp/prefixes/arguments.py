@@ -38,7 +38,12 @@ TEXT_FIRST = 4  # axes of positions: text, time, height and width; three axes la
 
 
 def tokens_of(kwargs: Mapping[str, Any]) -> Any:
-    """Return input_ids [B, T] of a call, or inputs_embeds [B, T, h] without input_ids."""
+    """Return input_ids [B, T] of a call, or inputs_embeds [B, T, h] if the call has no input_ids;
+    None if the call has neither.
+
+    Args:
+        kwargs: the backbone's arguments.
+    """
     ids = kwargs.get(SHARED_INPUTS[0])
     return ids if ids is not None else kwargs.get(EMBEDDINGS_ARGUMENT)
 
@@ -49,14 +54,19 @@ def mask_and_positions(kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
 
 
 def _drop_labels(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments without labels, which do not fit the packed row. The loss is computed
-    from outputs of the batch's rows."""
+    """Return a call's arguments without `labels` and `shift_labels`, whose shape [B, T] does not
+    fit the packed row. The loss is computed from outputs of the batch's rows."""
     return {name: value for name, value in kwargs.items() if name not in LABELS}
 
 
 def why_not_packed(kwargs: Mapping[str, Any]) -> str | None:
-    """Return the reason, as text for `describe`, why a call with these arguments needs its rows as
-    they are. None if its tokens can be packed into one row."""
+    """Return the reason, as text for `streambp.describe`, why a call with these arguments needs its
+    rows as they are. None if its tokens can be packed into one row, without padding and with shared
+    prefixes once.
+
+    Args:
+        kwargs: the backbone's arguments.
+    """
     for name, value in kwargs.items():
         if name not in KNOWN_ARGUMENTS and value is not None:
             return (
@@ -96,9 +106,15 @@ def why_not_packed(kwargs: Mapping[str, Any]) -> str | None:
 
 def token_numbers(kwargs: Mapping[str, Any]) -> Tensor:
     """Return integers [B, T] that are equal for two tokens if and only if the tokens' ids and
-    per-token arguments are equal. `find_tree` looks for common beginnings of rows in these
-    integers. Text positions are not compared. Tokens passed as embeddings all get different
-    integers."""
+    per-token arguments are equal. Per-token arguments are token_type_ids, visual_pos_masks, and
+    position_ids with several axes. Tokens passed as embeddings all get different integers.
+
+    `find_tree` looks for common beginnings of rows in these integers, and compares text positions
+    itself.
+
+    Args:
+        kwargs: the backbone's arguments.
+    """
     tokens = tokens_of(kwargs)
     positions = kwargs.get(SHARED_INPUTS[2])
     shape = tokens.shape[:2]
@@ -125,12 +141,14 @@ def _number_positions(axis: Tensor) -> Tensor:
 def pack_arguments(
     kwargs: Mapping[str, Any], tree: PrefixTree, takes_positions: bool = True
 ) -> dict[str, Any]:
-    """Return a call's arguments for the packed row, without labels: tokens [1, N, ...], a mask [1,
-    N] of ones, and, if accepted, position_ids [1, N] or [axes, 1, N].
+    """Return a call's arguments for the packed row, without labels. Tokens are [1, N, ...], and the
+    mask [1, N] has ones. The forward gets position_ids [1, N] or [axes, 1, N] if it accepts
+    position_ids.
 
     Args:
         kwargs: the call's arguments for rows [B, T].
-        tree: the packed row.
+        tree: the packed row of N tokens: the tokens of all rows, without padding and with shared
+            prefixes once.
         takes_positions: True if the forward accepts position_ids.
     """
     arguments = _drop_labels(kwargs)
@@ -164,13 +182,13 @@ def pack_arguments(
 
 
 def trial_arguments(kwargs: Mapping[str, Any], vocabulary: int, padded: bool) -> dict[str, Any]:
-    """Return arguments for a test: the same names as in `kwargs`, for three rows of random tokens
-    that share prefixes.
+    """Return arguments for a test: the same names as in `kwargs` without labels, for three rows of
+    random tokens that share prefixes.
 
     Args:
         kwargs: a call's arguments.
         vocabulary: number of token ids.
-        padded: True for padding on both sides.
+        padded: True for rows with padding on both sides; False for rows without padding.
     """
     mask, positions = mask_and_positions(kwargs)
     length = TRIAL_SHAPE[1]

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from streambp.admission.third_party import why_rows
 from streambp.device import is_out_of_memory
-from streambp.distributed.engines import gather_numbers, must_agree
+from streambp.distributed.engines import gather_numbers, ranks_must_agree
 from streambp.errors import StreamBPError, UnsharedError
 from streambp.known_names import EMBEDDINGS_ARGUMENT, LABELS, SHARED_INPUTS, TOKEN_ARGUMENTS
 from streambp.layer.layer_state import LayerState
@@ -61,13 +61,14 @@ UNREPORTED_REASONS = (REASON_RUN_UNPATCHED, REASON_ONE_ROW, REASON_NOTHING_SHARE
 
 @dataclasses.dataclass(frozen=True)
 class PackedRowSizes:
-    """Sizes of a batch computed as one packed row, for `describe`.
+    """Sizes of a batch [B, T] computed as one packed row, for `streambp.describe`. The packed row
+    has the tokens of all rows, and shared prefixes once.
 
     Attributes:
         rows: number of rows B.
         tokens_of_rows: number of tokens of all rows, without padding.
         padding: number of padding positions.
-        tokens: number of computed tokens.
+        tokens: number of computed tokens; a token that rows share counts once.
     """
 
     rows: int
@@ -82,7 +83,8 @@ class SharedPrefixes:
 
     Args:
         module: the backbone: a transformers model without head.
-        rows: `StreamConfig.rows`: "packed" or "auto".
+        rows: `StreamConfig.rows`. "auto" packs only batches whose results stay the same. "packed"
+            also packs if values at padding are read, or if rows share random noise.
 
     Attributes:
         last: sizes of the last call's packed row, or the reason against it as text; None before the
@@ -108,6 +110,7 @@ class SharedPrefixes:
         rows_forward: RowsForward | None = None,
     ) -> Any:
         """Return the backbone's output for rows [B, T], computed on a packed row or on the rows.
+        The packed row has the tokens of all rows, without padding and with shared prefixes once.
 
         Args:
             kwargs: the backbone's arguments.
@@ -115,10 +118,11 @@ class SharedPrefixes:
             layer_states: returns the backbone's decoder layers.
             labels: labels and shift_labels of the language model around the backbone.
             documents: True if the language model's position_ids mark several documents in a row.
+                The call then runs on the rows.
             padding_unseen: returns True if no other code reads values at padding positions; called
                 only for batches with padding. None: other code may read them.
-            rows_forward: forward over the rows, which can run later if other code reads values at
-                padding; None: it cannot.
+            rows_forward: forward over the rows, which runs after the packed row if other code then
+                reads values at padding; None: such a forward is impossible.
 
         Raises:
             StreamBPError: a packed row failed while the model ran, and other ranks wait for this
@@ -140,7 +144,7 @@ class SharedPrefixes:
             except Exception as error:  # a hook may need the rows, as for peft's adapter_names
                 if is_out_of_memory(error):
                     raise
-                if must_agree(self.module):  # recomputing would need the other ranks' weights
+                if ranks_must_agree(self.module):  # recomputing would need the other ranks' weights
                     raise StreamBPError(
                         f"This batch cannot be computed as a packed row: {error}. That was found "
                         "while the model ran, where other ranks wait for this one. Set "
@@ -171,10 +175,11 @@ class SharedPrefixes:
 
         Args:
             rows_forward: the forward over the rows, to run later.
-            tree: the packed row.
-            labels: see `call`.
+            tree: the packed row: the tokens of all rows, without padding and with shared prefixes
+                once.
+            labels: labels and shift_labels of the language model around the backbone.
         """
-        if self.rows != "auto" or not any(tree.padding()) or must_agree(self.module):
+        if self.rows != "auto" or not any(tree.padding()) or ranks_must_agree(self.module):
             return None
 
         caller = self._caller(labels)
@@ -186,9 +191,15 @@ class SharedPrefixes:
         return DeferredRows(self.module, rows_forward, tree, record_padding_read)
 
     def _caller(self, labels: tuple[Any, Any]) -> tuple[bool, bool]:
-        """Return a key for the program's code that makes this call: (True in training mode, True
-        with labels). Once a program has read values at padding, later calls with the same key are
-        computed on the rows."""
+        """Return a pair of bools that stands for the program's code around this call: (True in
+        training mode, True with labels).
+
+        Code that reads values at padding needs the batch's rows, which the packed row lacks. Once
+        code has read such values, later calls with an equal pair are computed on the rows.
+
+        Args:
+            labels: labels and shift_labels of the language model around the backbone.
+        """
         return self.module.training, any(value is not None for value in labels)
 
     def saves(
@@ -198,15 +209,18 @@ class SharedPrefixes:
         labels: tuple[Any, Any],
         padding_unseen: PaddingCheck,
     ) -> bool:
-        """True if this call would be computed on a packed row, or must first be tested and has a
-        packed row that saves tokens. Nothing is computed. Asked before a small batch runs
-        unpatched, which would compute all tokens.
+        """True if this call would be computed on a packed row with fewer tokens than the batch
+        [B, T]. Also True if only a test of the model on such a row is missing. Nothing is computed.
+
+        The caller runs a small batch unpatched only if the result is False, because an unpatched
+        forward computes all tokens.
 
         Args:
-            kwargs: see `call`.
+            kwargs: the backbone's arguments.
             layer_states: the backbone's decoder layers.
-            labels: see `call`.
-            padding_unseen: see `call`.
+            labels: labels and shift_labels of the language model around the backbone.
+            padding_unseen: returns True if no other code reads values at padding positions. None:
+                other code may read them.
         """
         return isinstance(
             self._decide(kwargs, lambda: layer_states, labels, padding_unseen)[0], PrefixTree
@@ -220,7 +234,7 @@ class SharedPrefixes:
         labels: tuple[Any, Any],
         padding_unseen: PaddingCheck,
     ) -> PrefixTree | str:
-        on_all_ranks = must_agree(self.module)
+        on_all_ranks = ranks_must_agree(self.module)
         tree, may_try = self._decide(kwargs, layer_states, labels, padding_unseen, on_all_ranks)
         self._looked = None
         wants = isinstance(tree, PrefixTree) and not self.trials.knows(kwargs)
@@ -257,8 +271,9 @@ class SharedPrefixes:
         padding_unseen: PaddingCheck,
         on_all_ranks: bool = False,
     ) -> tuple[PrefixTree | str, bool]:
-        """Return two values: the packed row for a call, or the reason against it as text; True if
-        the backbone may be tested with calls of this form. The backbone does not run.
+        """Return two values. The first is the packed row for a call, or the reason against a packed
+        row as text. The second is True if the backbone may be tested with the arguments of this
+        call. The backbone does not run.
 
         An exception is returned as such a reason, because the user did not request a packed row,
         and the rows can still be computed.
@@ -268,7 +283,8 @@ class SharedPrefixes:
             layer_states: returns the backbone's decoder layers.
             labels: labels and shift_labels of the language model around the backbone.
             padding_unseen: returns True if no other code reads values at padding positions.
-            on_all_ranks: True if all ranks test the backbone at once.
+            on_all_ranks: True if all ranks test the backbone together. A batch of one row, which
+                packing cannot shorten, then takes part in the test.
         """
         may_try = False
         try:
@@ -310,7 +326,8 @@ class SharedPrefixes:
         labels: tuple[Any, Any],
         padding_unseen: PaddingCheck,
     ) -> PrefixTree | str:
-        """Return the packed row for a call, or the reason against it as text. The result is cached
+        """Return the packed row for a call, or the reason against it as text. The packed row has
+        the tokens of all rows, without padding and with shared prefixes once. The result is cached
         for the tensors of one call.
 
         Args:
@@ -377,39 +394,42 @@ class SharedPrefixes:
         return tree
 
     def _trial_verdict(self, kwargs: Mapping[str, Any], tree: PrefixTree) -> PrefixTree | str:
-        """Return the packed row for a call whose form was tested, or the test's reason against the
-        packed row as text.
+        """Return the packed row if the model has passed its test for this kind of call
+        (`PackedRowTrials.kind_of`); otherwise the reason as text. The test has compared a packed
+        row of random tokens with its rows.
 
         Args:
             kwargs: the backbone's arguments.
-            tree: the packed row.
+            tree: the packed row of this call.
         """
         reason = self.trials.verdicts[self.trials.kind_of(kwargs)][any(tree.padding())]
         if reason is None:
             return tree
         return reason
 
-    def stand_aside(self, kwargs: Mapping[str, Any]) -> None:
+    def decline_sharing(self, kwargs: Mapping[str, Any]) -> None:
         """Tell all ranks that this rank uses no packed row in this call, for example because the
         call runs unpatched. Other ranks may wait for this exchange, which precedes each call
-        (`_agree`).
+        (`_agree`). Does nothing if ranks share no parameters.
 
         Args:
             kwargs: the backbone's arguments.
         """
-        if must_agree(self.module):
+        if ranks_must_agree(self.module):
             self._agree(kwargs, may_try=False)
 
     def _agree(self, kwargs: Mapping[str, Any], may_try: bool, wants: bool = False) -> bool:
-        """Exchange with all ranks whether to test this form of calls now. Return True if all ranks
-        have a call of this form, and at least one rank wants the test.
+        """Exchange with all ranks whether to test now if calls like this one can be computed as a
+        packed row. Return True if all ranks have a call of the same kind
+        (`PackedRowTrials.kind_of`), and at least one rank wants the test.
 
-        The exchange precedes each call, because no rank knows which forms other ranks have tested.
+        The exchange precedes each call, because no rank knows which kinds other ranks have tested.
 
         Args:
             kwargs: the backbone's arguments.
             may_try: True if the call may be tested on this rank.
-            wants: True if the form is new on this rank and its packed row saves tokens.
+            wants: True if this rank has not tested the kind yet, and the call's packed row saves
+                tokens.
         """
         device = next(
             (value.device for value in kwargs.values() if isinstance(value, Tensor)),
@@ -424,7 +444,8 @@ class SharedPrefixes:
 
 def _fork_distance(layer_states: list[LayerState]) -> int:
     """Return the minimum number of tokens between two positions at which rows may branch in a
-    packed row: the largest minimum of all layers.
+    packed row, where rows share the tokens of common prefixes. The result is the largest minimum of
+    all layers.
 
     A layer with recurrent states ends a chunk at each of these positions.
     """
@@ -448,8 +469,9 @@ def _label_mask(plain: Any, shifted: Any, ids: Tensor) -> Tensor | None:
     (logits_to_keep), all tokens are True. None without labels.
 
     Args:
-        plain: labels, to be shifted.
-        shifted: labels that are shifted already.
+        plain: the argument `labels`, or None; the label of a token is for the output of the token
+            before.
+        shifted: the argument `shift_labels`, or None; the label of a token is for its own output.
         ids: a tensor [B, T].
     """
     if isinstance(shifted, Tensor) and shifted.shape == ids.shape:

@@ -34,7 +34,8 @@ class ModelSnapshot:
 
     Attributes:
         versions: parameters and buffers, each with its version counter.
-        flags: plain attributes of each module if the model has active dropout or noise, else [].
+        flags: a dict for each module, with the attributes that are numbers, strings, bools or None;
+            [] if the model has no active dropout or other noise.
     """
 
     versions: list[tuple[Tensor, int]]
@@ -54,8 +55,12 @@ class ModelSnapshot:
         return cls(versions, flags)
 
     def is_outdated(self, module: nn.Module) -> bool:
-        """True if a parameter, buffer or flag of the module was replaced or modified since the
-        snapshot."""
+        """True if a parameter or buffer of the module was replaced or modified since the snapshot.
+        Attributes that are numbers, strings or bools count too if dropout or noise is active.
+
+        Args:
+            module: the module of which the snapshot was taken.
+        """
         current = ModelSnapshot.capture(module)
         if len(current.versions) != len(self.versions) or current.flags != self.flags:
             return True
@@ -64,9 +69,9 @@ class ModelSnapshot:
 
 
 def _flags(module: nn.Module) -> list[dict[str, Any]]:
-    """Return one dict for each module, from names to attributes that are numbers, strings or bools,
-    for comparison with the same attributes later. Lists of strings (peft's active adapters) are
-    included."""
+    """Return one dict for each module inside `module`, from names to attributes that are numbers,
+    strings, bools or None, for comparison with the same attributes later. Lists of strings (peft's
+    active adapters) are included."""
     flags_by_module = []
     for part in module.modules():
         flags: dict[str, Any] = {}
@@ -81,8 +86,8 @@ def _flags(module: nn.Module) -> list[dict[str, Any]]:
 
 @dataclasses.dataclass(frozen=True)
 class RowsForward:
-    """Forward of a backbone over the rows of a batch, which is run only if the program needs values
-    that the packed row lacks.
+    """Forward of a backbone over the rows of a batch. The batch was computed as one packed row
+    without padding, and this forward runs only if the program then reads values at padding.
 
     Attributes:
         run: function that runs the forward and returns the backbone's output.
@@ -95,13 +100,14 @@ class RowsForward:
 
 class DeferredRows:
     """Hidden states of a batch's rows, computed only if the program reads values at padding, which
-    a packed row does not have. [Note: padding that is read]
+    a packed row does not have. The packed row has the tokens of all rows, without padding and with
+    shared prefixes once. [Note: padding that is read]
 
     Args:
         module: the backbone.
         rows_forward: the backbone's forward over the rows.
         tree: the packed row of the first forward.
-        on_padding_read: called when the program reads padding.
+        on_padding_read: called, without arguments, when the program reads padding.
     """
 
     def __init__(
@@ -122,9 +128,9 @@ class DeferredRows:
         self.source: Tensor | None = None
 
     def set_packed_states(self, output: Any) -> Callable[[bool], Tensor] | None:
-        """Store the hidden states [N, h] of the packed row, which a later forward must reproduce.
-        Return the method `compute` for this later forward, or None if no user code can read
-        padding.
+        """Store the hidden states [N, h] of the packed row, which a later forward over the rows
+        must reproduce. Return the method `compute`, which runs this later forward, or None if no
+        user code can read padding.
 
         Args:
             output: the backbone's output for the packed row.
@@ -145,13 +151,15 @@ class DeferredRows:
         return self.compute
 
     def compute(self, graded: bool) -> Tensor:
-        """Run the backbone over the rows and return their hidden states [B * T, h].
+        """Run the backbone over the rows and return their hidden states [B * T, h]. The program has
+        read values at padding, which the packed row of the first forward did not have.
 
         Args:
-            graded: True: build an autograd graph, if the packed row's forward built one.
+            graded: True: build an autograd graph, if the packed row's forward built one. False:
+                build none.
 
         Raises:
-            StreamBPError: the model has changed since the first forward.
+            StreamBPError: the model has changed since the first forward, or its results differ.
         """
         self.on_padding_read()
         if self.moment.is_outdated(self.module):

@@ -20,8 +20,9 @@ from streambp.prefixes.tree import PrefixTree
 
 
 class TokenCopies(torch.autograd.Function):
-    """Autograd Function that copies values x [N, ...] of a packed row's tokens to all rows that
-    have these tokens: [B, T, ...]. Backward sums the gradients of the copies.
+    """Autograd Function that copies values x [N, ...] of a packed row's tokens to all rows of the
+    batch that have these tokens: [B, T, ...]. The packed row has shared prefixes once. Backward
+    sums the gradients of the copies.
 
     Padding gets the first token's values, because zeros might have no gradient. A gradient at
     padding raises.
@@ -62,8 +63,8 @@ class TokenCopies(torch.autograd.Function):
 
 class PaddingRow(torch.autograd.Function):
     """Autograd Function that appends one row to hidden states x [N, h], to stand for all padding
-    tokens. The row is a copy of the first row of x. Lazy hidden states of the batch refer to rows
-    by index, and their padding needs a row.
+    tokens. The appended row is a copy of the first row of x. Lazy hidden states of the batch refer
+    to rows of x by index, and their padding needs a row.
 
     Backward raises if a gradient arrives at the appended row.
     """
@@ -92,10 +93,11 @@ def _copy_lazy_rows(x: LazyHidden, tree: PrefixTree) -> LazyHidden:
 
     Args:
         x: hidden states, computed on the first read.
-        tree: the packed row.
+        tree: the packed row of N tokens: the tokens of all rows, without padding and with shared
+            prefixes once.
 
     Raises:
-        UnsharedError: x has another shape.
+        UnsharedError: x has not one row for each token of the packed row.
     """
     source = x.source.reshape(-1, x.source.shape[-1])  # [N, h]
     if source.shape[0] != tree.length or x.recipe.token_positions is not None:
@@ -118,11 +120,13 @@ def defer_padding(x: LazyHidden, tree: PrefixTree, compute: Callable[[bool], Ten
 
     Args:
         x: hidden states, computed on the first read.
-        tree: the packed row.
-        compute: runs this forward and returns the hidden states of the rows, [B * T, h].
+        tree: the packed row of N tokens: the tokens of all rows, without padding and with shared
+            prefixes once.
+        compute: runs this forward and returns the hidden states of the rows, [B * T, h]. The
+            argument is True to build an autograd graph.
 
     Raises:
-        UnsharedError: x has another shape.
+        UnsharedError: x has not one row for each token of the packed row.
     """
     source = x.source.reshape(-1, x.source.shape[-1])  # [N, h]
     if source.shape[0] != tree.length or x.recipe.token_positions is not None:
@@ -145,9 +149,9 @@ def defer_padding(x: LazyHidden, tree: PrefixTree, compute: Callable[[bool], Ten
 
 
 def _row_pieces(tree: PrefixTree) -> Iterator[tuple[int, slice, slice]]:
-    """Yield (row index, columns, positions) for each piece of a row whose tokens are consecutive in
-    the packed row too. `columns` is a slice of the batch's row, and `positions` a slice of the
-    packed row."""
+    """Yield (row index, columns, positions) for each range of tokens of a batch row that are
+    consecutive in the packed row too. `columns` is a slice of the batch's row, and `positions` a
+    slice of the packed row."""
     for index, row in enumerate(tree.rows):
         for span in row.packed_spans:
             start = row.column + span.row_start
@@ -160,8 +164,8 @@ def _row_pieces(tree: PrefixTree) -> Iterator[tuple[int, slice, slice]]:
 
 def refuse(*parts: Tensor) -> None:
     """Raise BackwardError if a gradient [...] at padding has elements that are finite and not zero.
-    NaN and inf are ignored: after an overflow padding gets them from operations that mix padding
-    with tokens.
+    A packed row has no padding for this gradient. NaN and inf are ignored: after an overflow
+    padding gets them from operations that mix padding with tokens.
 
     Args:
         parts: gradients at padding.
@@ -180,17 +184,19 @@ def refuse(*parts: Tensor) -> None:
 def spread_output(
     x: Tensor, tree: PrefixTree, compute_rows: Callable[[bool], Tensor] | None = None
 ) -> Tensor:
-    """Return an output x of the model for the packed row as an output for the batch's rows. [1, N,
-    ...] becomes [B, T, ...], and [N, ...] becomes [B * T, ...], in x's dtype.
+    """Return an output x of the model for the packed row as an output for the batch's rows.
+    [1, N, ...] becomes [B, T, ...], and [N, ...] becomes [B * T, ...], in x's dtype.
 
     Args:
         x: the output.
-        tree: the packed row of N tokens.
-        compute_rows: returns the hidden states of the rows [B * T, h], if x is a lazy tensor and
-            the program reads padding; None: padding has another token's values.
+        tree: the packed row of N tokens: the tokens of all rows, without padding and with shared
+            prefixes once.
+        compute_rows: called if x is a lazy tensor and the program reads padding; returns the hidden
+            states of the rows [B * T, h]. The argument is True to build an autograd graph. None:
+            padding has another token's values.
 
     Raises:
-        UnsharedError: x has another shape.
+        UnsharedError: x has not one value for each token of the packed row.
     """
     if isinstance(x, LazyHidden):
         if x.materialized_tensor is not None:
@@ -220,13 +226,15 @@ def spread_outputs(
 
     Args:
         output: a tensor [1, N, ...] or [N, ...], or such tensors in tuples, lists and dicts.
-        tree: the packed row.
-        results: results so far, by id of the tensor.
-        compute_rows: returns the hidden states of the rows [B * T, h], if the program reads
-            padding; None: padding has another token's values.
+        tree: the packed row of N tokens: the tokens of all rows, without padding and with shared
+            prefixes once.
+        results: results so far, by id() of the tensor, in recursive calls; None in other calls.
+        compute_rows: called if the program reads padding; returns the hidden states of the rows
+            [B * T, h]. The argument is True to build an autograd graph. None: padding has another
+            token's values.
 
     Raises:
-        UnsharedError: a tensor has another shape.
+        UnsharedError: a tensor has not one value for each token of the packed row.
     """
     results = {} if results is None else results
     if isinstance(output, Tensor):

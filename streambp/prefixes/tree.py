@@ -40,7 +40,8 @@ COMPARED_RANGE_GROWTH = 4  # growth of the compared range while rows match
 @dataclasses.dataclass(frozen=True)
 class PackedSpan:
     """Consecutive tokens [start, stop) of the packed row that are also consecutive in a row of the
-    batch.
+    batch. The packed row contains the tokens of all rows, without padding, and tokens of shared
+    prefixes only once.
 
     Attributes:
         row_start: index of the first token in the batch's row, counted without padding.
@@ -55,11 +56,13 @@ class PackedSpan:
 
 @dataclasses.dataclass(frozen=True)
 class BatchRow:
-    """The tokens of one row of the batch, as pieces of the packed row.
+    """The tokens of one row of the batch [B, T], as ranges of the packed row. The packed row
+    contains the tokens of all rows, without padding, and tokens of shared prefixes only once.
 
     Attributes:
-        column: the column of the row's first token, behind left padding.
-        packed_spans: the row's tokens, first to last; (): padding alone.
+        column: the column of the row's first token in the batch, behind left padding.
+        packed_spans: ranges of the packed row that together have all tokens of this row, first to
+            last; () if the row is padding alone.
     """
 
     column: int
@@ -67,20 +70,20 @@ class BatchRow:
 
     @property
     def length(self) -> int:
-        """Return the number of tokens without padding."""
+        """Return the number of tokens of this row of the batch, without padding."""
         return sum(span.stop - span.start for span in self.packed_spans)
 
 
 @dataclasses.dataclass(frozen=True)
 class TreeSegment:
-    """Consecutive tokens of the packed row: the tokens of one batch row from the first difference
-    to all earlier batch rows on.
+    """Consecutive tokens of the packed row that one batch row has and no earlier batch row shares.
+    The packed row contains the batch's tokens, with tokens of shared prefixes only once.
 
     Attributes:
         row: index of the batch row.
         span: the range of these tokens.
-        prefix_spans: ranges of the batch row's tokens before the segment, which are in earlier
-            segments.
+        prefix_spans: ranges of the packed row with the batch row's tokens before the segment, first
+            to last. Segments of earlier batch rows contain these tokens.
     """
 
     row: int
@@ -97,9 +100,11 @@ class PrefixTree:
     packed row then ends with an additional token at that position, outside of all batch rows.
 
     Args:
-        width: T.
+        width: the number of columns T of the batch, with padding.
         rows: the batch's rows, in order.
-        segments: segments of the packed row, first to last; together they contain all its tokens.
+        segments: segments of the packed row, first to last. A segment has the tokens of one batch
+            row that no earlier batch row shares. The segments contain all tokens but the additional
+            token.
         extra_position: position of the additional token; None: there is none.
     """
 
@@ -111,17 +116,19 @@ class PrefixTree:
     @property
     def tokens(self) -> int:
         """Return the number of tokens of all rows, without padding, where tokens of a shared prefix
-        count once."""
+        count once. The additional token at `extra_position` is not counted."""
         return self.segments[-1].span.stop if self.segments else 0
 
     @property
     def length(self) -> int:
-        """Return the number of tokens of the packed row."""
+        """Return the number of tokens of the packed row, with the additional token at
+        `extra_position` if there is one."""
         return self.tokens + (self.extra_position is not None)
 
     @property
     def tokens_of_rows(self) -> int:
-        """Return the number of tokens of all rows, without padding."""
+        """Return the number of tokens of all rows, without padding. A token of a shared prefix
+        counts once for each row that has it."""
         return sum(row.length for row in self.rows)
 
     @functools.cached_property
@@ -129,7 +136,8 @@ class PrefixTree:
         """Return a pair (start, continued) for each segment of the packed row. `start` is the index
         of the segment's first token. `continued` is the index behind the token that precedes the
         segment in its batch row, or 0 if the segment begins its batch row. A layer with recurrent
-        states starts the segment with the states that it had at `continued`."""
+        states starts the segment with the states that it had at `continued`. The additional token
+        at `extra_position` counts as a segment with `continued` 0."""
         pairs: list[tuple[int, int]] = []
         for segment in self.segments:
             continued = segment.prefix_spans[-1].stop if segment.prefix_spans else 0
@@ -145,7 +153,8 @@ class PrefixTree:
         return len({0, self.length, *itertools.chain.from_iterable(self.forks)}) - 1
 
     def padding(self) -> Iterator[tuple[int, int, int]]:
-        """Yield the columns of padding in the batch, as (row, start, stop)."""
+        """Yield (row index, start, stop) for each range of padding in the batch. The columns
+        [start, stop) are before the first token of the row or behind its last token."""
         for index, row in enumerate(self.rows):
             for start, stop in ((0, row.column), (row.column + row.length, self.width)):
                 if start < stop:
@@ -168,8 +177,8 @@ class PrefixTree:
         return indices.to(device)
 
     def pack(self, batch: Tensor) -> Tensor:
-        """Return the values [1, N, ...] of the packed row's tokens from values [B, T, ...] of the
-        batch."""
+        """Return the values [1, N, ...] of the packed row's N tokens from values [B, T, ...] of the
+        batch. The additional token at `extra_position` gets no value."""
         # gradients are stacked; the gradient of batch[row] would have the batch's size
         rows = batch.unbind()
         parts: list[Tensor] = []
@@ -180,7 +189,8 @@ class PrefixTree:
         return torch.cat(parts)[None]
 
     def spans(self, window: int | None = None) -> Spans:
-        """Return the keys that each query of the packed row reads.
+        """Return the keys that each query of the packed row reads, as ranges of queries with their
+        ranges of keys.
 
         Args:
             window: number of a row's tokens that a query reads, including the query; None: all
@@ -197,8 +207,9 @@ class PrefixTree:
 
     def _shared_runs(self) -> Iterator[QueryRun]:
         """Yield a `QueryRun` for each range of keys in earlier segments and the queries that read
-        the keys, for attention without a sliding window. Neighbouring segments that read the same
-        keys share one."""
+        the keys, for attention without a sliding window. A segment has the tokens of one batch row
+        that no earlier batch row shares. Neighbouring segments that read the same keys get one
+        `QueryRun` together."""
         edges: set[int] = set()
         for segment in self.segments:
             for span in segment.prefix_spans:
@@ -220,7 +231,12 @@ class PrefixTree:
 
     def _shared_runs_within(self, window: int) -> Iterator[QueryRun]:
         """Yield a `QueryRun` for each range of keys in earlier segments and the queries that read
-        the keys, for attention with a sliding window of `window` tokens."""
+        the keys, for attention with a sliding window. A segment has the tokens of one batch row
+        that no earlier batch row shares.
+
+        Args:
+            window: number of a row's tokens that a query reads, including the query.
+        """
         for segment in self.segments:
             for prefix_span in segment.prefix_spans:
                 shift = (segment.span.start - segment.span.row_start) - (
@@ -260,16 +276,20 @@ def find_tree(
     fork_distance: int = 1,
     chunk_overhead: float = 0,
 ) -> PrefixTree | str:
-    """Return the packed row for a batch, or the reason against it as text.
+    """Return the packed row for a batch [B, T], or the reason against it as text. The packed row
+    contains the batch's tokens, without padding, and tokens of shared prefixes only once.
 
-    Reads values from the device, a few times for each row.
+    The search waits for the device a few times for each row, because it reads values of the
+    tensors.
 
     Args:
         ids: [B, T], integers that are equal for equal tokens.
         mask: [B, T], zero for padding; None: no padding.
-        positions: [1 or B, T] or [axes, 1 or B, T], integers or floats; None: the columns. The
-            first axis is text, unless three axes lack text.
-        labelled: [B, T] in bool, True for tokens whose output has a label; None: unknown.
+        positions: position_ids [1 or B, T] or [axes, 1 or B, T], integers or floats. The first axis
+            has text positions; three axes have none, and columns count as text positions. Rows
+            share tokens at equal text positions. None: columns count as positions.
+        labelled: [B, T] in bool, True for tokens whose output has a label. A batch in which padding
+            has a label is not packed. None: no padding has a label.
         min_prefix: minimum number of tokens that rows share before they branch.
         min_savings: minimum savings, as a fraction of B * T tokens including padding.
         fork_distance: minimum number of tokens between two positions at which rows branch, and
@@ -300,15 +320,18 @@ def find_tree(
 def _locate_rows(
     ids: Tensor, mask: Tensor | None, positions: Tensor | None, labelled: Tensor | None
 ) -> tuple[list[_RowTokens], float | None] | str:
-    """Return the place of each row's tokens in the batch, from which `find_tree` builds the tree.
-    If a packed row is impossible, for example because padding separates tokens, return the reason
-    as text.
+    """Return the place of each row's tokens in the batch, from which `find_tree` builds the tree of
+    shared prefixes. If a packed row is impossible, for example because padding separates tokens,
+    return the reason as text.
 
     The second value is the highest position in the batch if only padding has this position; None
     otherwise.
 
     Args:
-        ids, mask, positions, labelled: see `find_tree`.
+        ids: [B, T], integers that are equal for equal tokens.
+        mask: [B, T], zero for padding; None: no padding.
+        positions: position_ids [1 or B, T] or [axes, 1 or B, T]; None: the columns.
+        labelled: [B, T] in bool, True for tokens whose output has a label; None: no labels.
     """
     batch_size, width = ids.shape
     columns = torch.arange(width, device=ids.device)[None].expand(batch_size, -1)
@@ -356,12 +379,14 @@ def _locate_rows(
 def _build_segments(
     ids: Tensor, row_tokens: list[_RowTokens], min_prefix: int, fork_distance: int
 ) -> tuple[tuple[TreeSegment, ...], tuple[BatchRow, ...]]:
-    """Return the segments of the packed row, in order, and each batch row's pieces.
+    """Return the segments of the packed row, in order, and each batch row's ranges of the packed
+    row. A segment has the tokens of one batch row that no earlier batch row shares.
 
     Args:
         ids: [B, T], integers that are equal for equal tokens.
         row_tokens: the place of each row's tokens.
-        min_prefix, fork_distance: see `find_tree`.
+        min_prefix: minimum number of tokens that rows share before they branch.
+        fork_distance: minimum number of tokens between two positions at which rows branch.
     """
     first_columns = [row.column for row in row_tokens]
     if any(first_columns):  # shift rows left to their first token
@@ -431,7 +456,7 @@ def _shared_lengths(
     ids: Tensor, pivot: int, rows: list[int], depth: int, lengths: list[int], first_size: int
 ) -> dict[int, int]:
     """Return a dict from the index of each of `rows` to the number of its first tokens that equal
-    those of the row `pivot`. The packed row has equal tokens once, in the pivot's segment.
+    those of the row `pivot`. The packed row has equal tokens once, among the tokens of `pivot`.
 
     The first comparison covers a few tokens, and each later one more tokens of the rows that still
     match. Rows that differ early therefore cost little.
@@ -440,7 +465,7 @@ def _shared_lengths(
         ids: [B, T], integers that are equal for equal tokens; rows begin at column 0.
         pivot: index of the row to compare with.
         rows: indices of the other rows.
-        depth: number of tokens that are known to be equal.
+        depth: number of first tokens that are known to be equal in all of these rows.
         lengths: number of tokens of each row.
         first_size: number of tokens in the first comparison.
     """

@@ -19,8 +19,8 @@ ReadKeys = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class StateCarrier:
-    """Passes the recurrent and convolution states of a layer from one chunk to the next. The layer
-    gets its states from its cache, or takes and returns them as an argument and a result.
+    """Carrier of a layer's recurrent and convolution states from one chunk to the next. The layer
+    gets the states from its cache, or takes the states as an argument and returns new ones.
 
     Args:
         argument: name of the argument for the cache or the states; "": the layer has no states.
@@ -28,7 +28,7 @@ class StateCarrier:
 
     Attributes:
         carries: True if the layer has states.
-        min_tokens: minimum number of tokens in a chunk.
+        min_tokens: minimum number of tokens in a chunk; 1 for a layer without states.
         why_not_split: the reason why a sequence of this layer cannot be split over ranks; None for
             a layer without states.
     """
@@ -58,7 +58,7 @@ class StateCarrier:
 
         Args:
             arguments: the chunk's arguments by name.
-            chunk: the chunk.
+            chunk: the chunk's range of positions.
             states: states at the chunk's start; None: the layer has no states.
             read: function from the chunk's K and V to K and V of all positions so far; None: the
                 layer reads no keys and values from its cache.
@@ -78,7 +78,7 @@ class StateCarrier:
 
         Args:
             result: the layer's result; (hidden_states, states) for a layer that returns its states.
-            cache: the chunk's cache; None: states are dropped.
+            cache: the chunk's cache, which gets the end states; None: the states are dropped.
         """
         if not self.returned:
             return result

@@ -47,15 +47,16 @@ TRIAL_DOCUMENT_ENDS = (3, 5, 6)
 
 
 class Documents:
-    """Boundaries of packed documents in one call, as arguments for the kernels of layers with
-    recurrent states.
+    """Boundaries of packed documents in one call of a layer, as arguments for the kernels of layers
+    with recurrent states. Packed documents are several texts in one row.
 
     Args:
         ids: seq_idx [B, T] int32, the document of each token, increasing along a row; None: no such
             argument.
         ends: cu_seq_lens_q [documents + 1] int32, from 0 to T, for a batch of one row; None: no
             such argument.
-        known_ends: the values of `ends`; None: read them from the device, which synchronizes.
+        known_ends: the values of `ends` as integers; None: read the values from the device, which
+            synchronizes.
     """
 
     def __init__(
@@ -99,8 +100,8 @@ class Documents:
         return {DOCUMENT_ENDS: self._cut[chunk]}
 
     def continues_document(self, chunk: Chunk) -> bool:
-        """True if the chunk's first token is not the first of a document, so that this document
-        starts from the chunk's start state."""
+        """True if the chunk's first token continues a document from the chunk before. This document
+        then starts from the chunk's start state; a document that begins here starts from zeros."""
         return chunk.start not in self.ends
 
 
@@ -109,10 +110,11 @@ class DocumentSegment(NamedTuple):
     boundaries in this chunk share a segment.
 
     Attributes:
-        rows: indices of the batch's rows.
+        rows: indices of the batch's rows that share the segment.
         start: first token, counted from the chunk's start.
         stop: index behind the last token, counted from the chunk's start.
-        continues_document: True if the document starts before the chunk.
+        continues_document: True if the document begins before the chunk, so that it starts from the
+            chunk's start states.
     """
 
     rows: tuple[int, ...]
@@ -137,8 +139,8 @@ class PackedRows:
     def barriers(self) -> tuple[Barrier, ...]:
         """Return the positions where no chunk may end: one token before a document's end.
 
-        The next chunk would have a single token of the document. Modules with states use decode
-        kernels for a single token, which have no backward.
+        The next chunk would have a single token of the document. Modules with recurrent states use
+        decode kernels for a single token, and these kernels have no backward.
         """
         barriers: list[Barrier] = []
         for row in self.ends:
@@ -150,12 +152,13 @@ class PackedRows:
 
     @property
     def number(self) -> int:
-        """Return the number of documents in all rows, for `describe` and error messages."""
+        """Return the number of documents in all rows, for the report of `streambp.describe` and for
+        error messages."""
         return sum(len(row) - 1 for row in self.ends)
 
     def to_documents(self, names: tuple[str, ...], device: torch.device) -> Documents:
-        """Return these boundaries in the form of kernel arguments. The result is cached, because
-        all layers use the same.
+        """Return these boundaries in the form of kernel arguments. The result is cached for these
+        `names`, because all layers use the same boundaries.
 
         Args:
             names: names of the arguments: "seq_idx", "cu_seq_lens_q" or both.
@@ -199,8 +202,8 @@ def packed_rows(position_ids: Tensor, rows: int) -> PackedRows | None:
     """Return the boundaries of packed documents, read from position_ids [1 or rows, T]; None if
     each row is one document. Synchronizes with the device.
 
-    A document starts at every position that is not its predecessor plus one, as in transformers'
-    attention mask.
+    A document starts at every token with a position id that is not the previous id plus one, as in
+    transformers' attention mask.
     """
     breaks = (position_ids.diff(dim=-1) != 1).cpu()  # [1 or rows, T - 1]
     if not bool(breaks.any()):
@@ -214,7 +217,7 @@ def join_documents(arguments: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return replacements for a layer's document arguments, by name, with which each row is one
     document: seq_idx [B, T], cu_seq_lens_q [2]. Missing arguments are left out.
 
-    The tests of a layer's first call use these arguments.
+    The tests that decide in a layer's first call if the layer streams use these arguments.
 
     Args:
         arguments: the layer's arguments by name.
@@ -232,7 +235,7 @@ def split_documents(arguments: Mapping[str, Any], length: int) -> dict[str, Tens
     several short documents: seq_idx [B, T], cu_seq_lens_q [documents + 1]. Every second row of
     seq_idx has other boundaries. Missing arguments are left out.
 
-    The tests of a layer's first call use these arguments.
+    The tests that decide in a layer's first call if the layer streams use these arguments.
 
     Args:
         arguments: the layer's arguments by name.
@@ -252,9 +255,9 @@ def split_documents(arguments: Mapping[str, Any], length: int) -> dict[str, Tens
 
 
 def trial_rows(rows: int, length: int) -> PackedRows:
-    """Return boundaries of several short documents for `rows` rows of `length` tokens, for the
-    tests of a layer's first call. Every second row has other boundaries, as in
-    `split_documents`."""
+    """Return boundaries of several short documents for `rows` rows of `length` tokens. Every second
+    row has other boundaries, as in `split_documents`. The tests that decide in a layer's first call
+    if the layer streams use these boundaries."""
     ends: list[tuple[int, ...]] = []
     for row in range(rows):
         inner_ends = [end - row % 2 for end in TRIAL_DOCUMENT_ENDS if end < length]
@@ -266,9 +269,9 @@ KernelFunction = Callable[..., Any]
 
 
 def document_readers(layer: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Return pairs (module, name) for each convolution, scan or delta rule in a layer that accepts
-    document boundaries. The module's forward calls the function through the global `name`.
-    `wrap_kernel` returns a replacement that gets a chunk's boundaries."""
+    """Return pairs (module, name) for each function in a layer that accepts document boundaries: a
+    convolution, a state-space scan or a delta rule. The module's forward calls the function through
+    the global `name`. `wrap_kernel` makes a replacement that gets a chunk's boundaries."""
     readers = []
     for module in layer.modules():
         forward = written_forward(module)
@@ -279,9 +282,10 @@ def document_readers(layer: nn.Module) -> list[tuple[nn.Module, str]]:
 
 
 def wrap_kernel(function: KernelFunction, documents: Documents, chunk: Chunk) -> KernelFunction:
-    """Return a wrapper of a convolution, a scan or a delta rule that passes the document boundaries
-    of this chunk's tokens to every call. The wrapper replaces the function during the chunk's
-    forward, because the layer's own boundaries are those of the full sequence."""
+    """Return a wrapper of `function`, a convolution, a state-space scan or a delta rule, which
+    passes the document boundaries of this chunk's tokens to every call. The wrapper replaces the
+    function during the chunk's forward, because the layer's own boundaries are those of the full
+    sequence."""
     tell = {"rule": _tell_rule, "scan": _tell_scan, "conv": _tell_convolution}[
         kind_of(function) or ""
     ]
@@ -323,8 +327,16 @@ def _tell_convolution(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Call the convolution `real` on x [B, D, k + C] with the documents (seq_idx) of these
-    tokens."""
+    """Call the convolution `real` on x [B, D, k + C], the chunk and k tokens before it, with the
+    document (seq_idx) of each of these tokens.
+
+    Args:
+        real: the original function.
+        documents: the document boundaries of the full sequence.
+        chunk: the chunk's range of positions.
+        x: the function's first argument.
+        args, kwargs: further arguments of the function.
+    """
     if kwargs.get(DOCUMENT_IDS) is not None and documents.ids is not None:
         kwargs[DOCUMENT_IDS] = documents.ids[
             :, chunk.stop - x.shape[-1] : chunk.stop
@@ -335,8 +347,16 @@ def _tell_convolution(
 def _tell_scan(
     real: KernelFunction, documents: Documents, chunk: Chunk, /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Call the scan `real` with the documents (seq_idx [B, C]) of the chunk's tokens, counted from
-    the document of the token before the chunk."""
+    """Call the scan `real` with the document of each of the chunk's tokens, seq_idx [B, C]. A scan
+    applies its start state to document 0, so documents are numbered from the document of the token
+    before the chunk.
+
+    Args:
+        real: the original function.
+        documents: the document boundaries of the full sequence.
+        chunk: the chunk's range of positions.
+        args, kwargs: arguments of the function.
+    """
     if kwargs.get(DOCUMENT_IDS) is not None and documents.ids is not None and chunk.start:
         ids = documents.ids[:, chunk.start : chunk.stop]
         id_before = documents.ids[:, chunk.start - 1 : chunk.start]
@@ -350,7 +370,14 @@ def _tell_rule(
     """Call the delta rule `real` with one start state for each of the chunk's N documents, [N, H,
     K, V]. Return its output, and the end state of the last document, [1, H, K, V].
 
-    The chunk's start state is for a first document that began earlier; all others start from zeros.
+    The chunk's start state is for a first document that began before the chunk; all other documents
+    start from zeros.
+
+    Args:
+        real: the original function.
+        documents: the document boundaries of the full sequence.
+        chunk: the chunk's range of positions.
+        args, kwargs: arguments of the function.
     """
     # [N + 1], [1, H, K, V]
     ends = kwargs.get("cu_seqlens")

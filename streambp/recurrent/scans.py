@@ -90,15 +90,15 @@ def is_torch_code(function: Any) -> bool:
     return called is not None and called is getattr(function, "__wrapped__", None)
 
 
-class SwappedScans:
-    """Context manager that sets attributes on module instances (forwards, or functions that
-    forwards call) and restores them.
+class ReplacedFunctions:
+    """Context manager that replaces functions on module instances while it is open: forwards, or
+    functions that forwards call. Exit restores the original functions.
 
     A class is used instead of a generator, whose frames would keep the layer's tensors in a
     reference cycle after an exception.
 
     Args:
-        attributes: (module, attribute name, function).
+        attributes: list of (module, attribute name, replacement).
     """
 
     def __init__(self, attributes: list[tuple[nn.Module, str, Callable[..., Any]]]) -> None:
@@ -127,18 +127,18 @@ def use_start_states(
     mixers: list[tuple[nn.Module, str]],
     cache: StateCache | None,
     reading: DocumentReaders | None = None,
-) -> SwappedScans:
+) -> ReplacedFunctions:
     """Return a context manager in which these modules start their recurrence from the chunk's start
-    states.
+    states. Outside of it, the recurrence of these modules accepts no start state.
 
     Args:
         mixers: pairs of a module and the name of the function to replace, from `scans_of`.
         cache: contains the chunk's start states; None: nothing is replaced.
-        reading: the functions that accept document boundaries (`document_readers`), the boundaries,
-            and the chunk; None: no boundaries are passed.
+        reading: tuple of the functions that accept document boundaries (from `document_readers`),
+            the boundaries, and the chunk; None: no boundaries are passed.
     """
     if cache is None:
-        return SwappedScans([])
+        return ReplacedFunctions([])
     replacements: list[tuple[nn.Module, str, Callable[..., Any]]] = []
     stand_ins: dict[nn.Module, dict[str, Any]] = {}  # replacements of globals, by name
     for module, name in mixers:
@@ -165,7 +165,7 @@ def use_start_states(
         space = {**written_forward(module).__globals__, **names}
         copied = with_globals(space, type(module).forward)
         replacements.append((module, "forward", types.MethodType(copied, module)))
-    return SwappedScans(replacements)
+    return ReplacedFunctions(replacements)
 
 
 def _scan(
@@ -194,8 +194,9 @@ def _scan(
 
 
 def _convolve(conv: nn.Conv1d, cache: StateCache, x: Tensor) -> Tensor:
-    """Return a causal convolution's output [B, D, C] for a chunk x [B, D, C]. Inputs from the cache
-    replace the zero padding before the chunk, and the chunk's last inputs are stored in the cache.
+    """Return a causal convolution's output [B, D, C] for a chunk x [B, D, C]. The last inputs
+    before the chunk, from the cache, replace the zero padding. The chunk's last inputs are stored
+    in the cache as its end state.
     """
     inputs_before = conv.kernel_size[0] - 1
     joined = cache.update_conv_state(x, 0, conv_kernel_size=inputs_before)  # [B, D, k - 1 + C]
@@ -232,8 +233,8 @@ class SelectiveScan:
             ...) -> y [B, D, T], end state [B, D, N]. N is the number of state components of each
             channel.
         cache: contains the chunk's start state.
-        layer: the module's layer_idx. Modules with several heads call the scan for each head in
-            turn.
+        layer: the module's layer_idx, the layer's index in the cache. A module with several heads
+            calls the scan once for each head, in order.
     """
 
     def __init__(self, scan: Callable[..., Any], cache: StateCache, layer: Any) -> None:
@@ -265,9 +266,14 @@ class SelectiveScan:
         return_last_state: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """Run the scan with additional tokens that write the start state and read the end state.
-        Return the scan's results for the chunk's own tokens. The arguments are those of the
-        original scan."""
+        """Run the original scan, with its own arguments, from the start state in the cache. Return
+        y [B, D, C] of the chunk's C tokens, and with `return_last_state` the end state [B, D, N].
+
+        The original scan takes no start state, and gives its end state no gradient. Tokens added
+        before the chunk therefore write the start state. If gradients are enabled, tokens added
+        behind the chunk read the end state. The end state's gradient in backward goes to the
+        outputs of these tokens.
+        """
         start = self._start
         if start is not None and start.dim() == 4:  # [B, heads, D, N]
             start = start[:, self._calls]
@@ -315,8 +321,9 @@ def _to_float32(x: Any) -> Any:
 
 
 def _fill(like: Tensor, value: float, tokens: int) -> Tensor:
-    """Return a tensor [..., tokens] filled with `value`, as an input of the additional tokens, with
-    the dtype, the device and the other dimensions of `like` [..., T]."""
+    """Return a tensor [..., tokens] filled with `value`, with the dtype, the device and the other
+    dimensions of `like` [..., T]. The tensor is an input of the scan for the additional tokens of
+    `SelectiveScan`."""
     return like.new_full((*like.shape[:-1], tokens), value)
 
 
@@ -398,19 +405,20 @@ def _write_inputs(
 
 
 class EndState(torch.autograd.Function):
-    """Autograd Function that returns a scan's end state [B, D, N], which has no gradient of its
-    own. Backward sends the gradient to the outputs of the additional tokens behind the chunk with
-    which `SelectiveScan` reads this state."""
+    """Autograd Function that returns a scan's end state [B, D, N], through which the scan itself
+    passes no gradient. Backward sends the gradient to the outputs of the tokens that
+    `SelectiveScan` adds behind the chunk to read this state."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, *readers: Tensor) -> Tensor:
-        """Return a view of the end state `value`.
+        """Return a view of the end state `value`, whose gradient backward sends to `readers`.
 
         Args:
-            value: [B, D, N], the end state that the scan has returned, without a gradient of its
-                own.
-            readers: outputs [B, D, N] of the additional tokens, in one or two parts. Backward sends
-                the end state's gradient to these tensors; their values are not used.
+            value: [B, D, N], the end state that the scan has returned, detached.
+            readers: outputs [B, D, N] of the tokens that `SelectiveScan` adds behind the chunk to
+                read the end state: one tensor in float32, two in half precision. The second tensor
+                gets the rounding error of the first one's gradient. The tensors' values are not
+                used.
         """
         ctx.dtype = readers[0].dtype
         ctx.parts = len(readers)

@@ -34,7 +34,7 @@ from streambp.known_names import (
     STATE_PROTOCOL,
 )
 from streambp.recurrent.documents import DocumentSegment, kind_of
-from streambp.recurrent.scans import SwappedScans, is_torch_code, scans_of, use_start_states
+from streambp.recurrent.scans import ReplacedFunctions, is_torch_code, scans_of, use_start_states
 from streambp.recurrent.states import StateCache, States
 from streambp.source import undecorate, written_forward
 from streambp.tensors import rebuild
@@ -78,8 +78,8 @@ def document_arguments(mixers: list[nn.Module], rows: int) -> tuple[str, ...]:
     """Return the names of the arguments (seq_idx, cu_seq_lens_q) by which all kernels of these
     modules get document boundaries.
 
-    () if a kernel takes no boundaries, or is replaced by transformers' own torch code. The modules
-    then run once for each document.
+    The tuple is empty if a kernel takes no boundaries, or is replaced by transformers' own torch
+    code. The modules then run once for each document.
 
     Args:
         mixers: modules with states, from `mixers_of`.
@@ -111,7 +111,7 @@ def document_arguments(mixers: list[nn.Module], rows: int) -> tuple[str, ...]:
 
 def run_by_segment(
     mixers: list[nn.Module], segments: list[DocumentSegment], cache: StateCache | None
-) -> SwappedScans:
+) -> ReplacedFunctions:
     """Return a context manager in which each of these modules, called with a chunk, runs once for
     each document in the chunk. A document that begins in the chunk starts without states.
 
@@ -122,14 +122,14 @@ def run_by_segment(
             no cache.
     """
     if not segments:
-        return SwappedScans([])
+        return ReplacedFunctions([])
     by_segment: list[tuple[nn.Module, str, Callable[..., Any]]] = []
     for module in mixers:
         forward = functools.partial(
             _run_segments, module, module.forward, scans_of(module), segments, cache
         )
         by_segment.append((module, "forward", forward))
-    return SwappedScans(by_segment)
+    return ReplacedFunctions(by_segment)
 
 
 def _run_segments(
@@ -147,8 +147,9 @@ def _run_segments(
 
     Args:
         module: the module.
-        real: the module's own forward, which takes hidden states [B, C, h].
-        scans: functions in the module that take no start state, from `scans_of`.
+        real: the module's forward before this replacement, which takes hidden states [B, C, h].
+        scans: pairs of a module and the name of its function that takes no start state, from
+            `scans_of`.
         segments: the chunk's tokens split by document.
         cache: contains the chunk's start states and collects its end states; None: the layer gets
             no cache.
@@ -201,8 +202,15 @@ def _run_segments(
 
 
 def _cut(segment: DocumentSegment, rows: int, tokens: int, x: Tensor) -> Tensor:
-    """Return the part of a chunk's argument x [1 or rows, tokens, ...] for one document: its rows
-    and its tokens. An argument of another shape is returned unchanged."""
+    """Return the part of a chunk's argument x [1 or rows, tokens, ...] for one document: the
+    segment's rows and tokens. An argument of another shape is returned unchanged.
+
+    Args:
+        segment: the document's range of tokens, and its rows.
+        rows: batch size.
+        tokens: number of the chunk's tokens.
+        x: the argument.
+    """
     if x.dim() < 2 or x.shape[1] != tokens or x.shape[0] not in (1, rows):
         return x
     return _select_rows(x[:, segment.start : segment.stop], segment.rows, rows)

@@ -122,11 +122,17 @@ class StateCache(ChunkCache):
         conv_kernel_size: int | None = None,
         **_: Any,
     ) -> Tensor:
-        """Return the convolution's last k inputs before the chunk followed by the chunk's inputs
-        `conv_states` [B, D, C]: [B, D, k + C]. The last inputs of the result are stored as the end
-        state.
+        """Return the convolution's last k inputs before the chunk followed by the chunk's inputs:
+        [B, D, k + C]. The last inputs of the result are stored as the end state.
 
         The first chunk has no inputs before it, and gets `conv_states` itself.
+
+        Args:
+            conv_states: the chunk's inputs [B, D, C].
+            layer_idx: the layer's index.
+            state_idx: the state's number in the layer.
+            conv_kernel_size: number of inputs to store; None: the number in the start state. The
+                first chunk then stores all inputs.
         """
         key = StateKey("conv", layer_idx, state_idx)
         last_inputs = self.start_states.get(key)
@@ -152,8 +158,9 @@ class StateCache(ChunkCache):
         return recurrent_states
 
     def get_linear_cache(self, layer_idx: int) -> None:
-        """Return None, as at the start of a sequence. A module that gets a state here would take
-        the call for decoding of single tokens, so `TorchWithState` passes the start state instead.
+        """Return None, as at the start of a sequence. A module of linear attention that gets a
+        state here would take the call for decoding of single tokens. `TorchWithState` therefore
+        passes the start state instead.
         """
         return
 
@@ -163,11 +170,12 @@ class StateCache(ChunkCache):
 
     @property
     def layers(self) -> Mapping[int, SimpleNamespace]:
-        """Return the states at the chunk's start, in the form that transformers up to 5.22 reads:
-        by layer index, `conv_states` [B, D, k] and `recurrent_states` [B, ...] by number.
+        """Return the states at the chunk's start, in the form that transformers up to 5.22 reads: a
+        mapping from layer index to an object with two dicts. `conv_states` [B, D, k] and
+        `recurrent_states` [B, ...] have the state's number as key.
 
-        The result is created for every call. Stored here, it would put the cache and the chunk's
-        graph into a reference cycle.
+        The result is created for every call. If the cache stored the result, the cache and the
+        chunk's graph would be in a reference cycle.
         """
         by_layer: dict[int, SimpleNamespace] = collections.defaultdict(
             lambda: SimpleNamespace(record_past=True, conv_states={}, recurrent_states={})
@@ -179,8 +187,8 @@ class StateCache(ChunkCache):
 
 
 def copy_view(state: Tensor) -> Tensor:
-    """Return the state [B, ...], copied if it is a view of a larger tensor, which it would keep
-    alive."""
+    """Return the state [B, ...] itself, or a copy if the state is a view of a larger tensor. A view
+    would keep the larger tensor alive."""
     if state.untyped_storage().nbytes() == state.nbytes:
         return state
     return state.clone()

@@ -32,8 +32,8 @@ from streambp.sharded.shards import Keys, Shards
 
 
 class OneRankShards(Shards):
-    """Implementation of `Shards` for sequences that are not split: one rank has all tokens and
-    heads, and exchanges nothing."""
+    """Implementation of `Shards`, the exchanges between ranks around attention, for sequences that
+    are not split. One rank has all tokens and heads, and exchanges nothing."""
 
     where: ClassVar[str] = "where attention is bidirectional"
     remedy: ClassVar[str] = "Use gradient checkpointing for this model (streambp.unpatch(model))."
@@ -44,7 +44,8 @@ class OneRankShards(Shards):
         return x
 
     def tokens(self, x: Tensor, heads: int) -> Tensor:
-        """Return x [B, H, T, D] itself: the rank has all heads, so nothing is exchanged."""
+        """Return x [B, H, T, D] itself: the rank has all heads, so nothing is exchanged. `heads`,
+        the number of heads, is not used."""
         return x
 
     def sinks(self, sinks: Tensor) -> Tensor:
@@ -57,31 +58,34 @@ class OneRankShards(Shards):
 
         Args:
             parts: k and v; emptied.
-            heads: H, the number of query heads.
+            heads: H, the number of query heads; not used.
         """
         return Keys(*(parts.pop(0).transpose(1, 2).contiguous() for _ in range(2)))
 
-    def own_gradient(self, sums: list[Tensor], dtype: Any, heads: int) -> list[Tensor]:
-        """Return dK and dV as dk and dv [B, H_kv, T, D] in `dtype`. Nothing is exchanged or summed.
+    def own_gradients(self, sums: list[Tensor], dtype: Any, heads: int) -> list[Tensor]:
+        """Return dK and dV, the gradients of K and V, as dk and dv [B, H_kv, T, D] in `dtype`.
+        Nothing is exchanged or summed.
 
         Args:
             sums: dK [B, T, H_kv, D] and dV; emptied.
             dtype: dtype of the result.
-            heads: number of key/value heads.
+            heads: number of key/value heads; not used.
         """
         return [sums.pop(0).to(dtype).transpose(1, 2) for _ in range(2)]
 
 
 class BidirectionalSaves(ShardedSaves):
     """The tensors that a layer call saves for backward if its queries read later keys. One rank
-    has all tokens, so the policy for `saves="auto"` may choose what is saved."""
+    has all tokens, so the policy for `saves="auto"` may choose these tensors by free memory. Ranks
+    that share sequences must instead all save the same tensors."""
 
     chosen_here = True
     attends_by_chunk = True
 
     @property
     def moves_kv(self) -> bool:
-        """Return False: K and V are saved for all tokens at once, not chunk by chunk."""
+        """Return False: K and V are not moved to the host chunk by chunk, as in other layers. K and
+        V of all tokens are saved at once, before the half of the layer after attention."""
         return False
 
 
@@ -137,8 +141,9 @@ def _make(layer_state: LayerState, arguments: Arguments) -> LayerCall:
     """Return the call of a layer: a `BidirectionalCall`, which cuts the layer at its attention, or
     an ordinary `LayerCall`.
 
-    The layer is cut if the sequence has several chunks and queries read later keys. The layer is
-    also cut if the mask allows only chunks longer than twice the requested length.
+    A layer whose sequence is one chunk is not cut. Any other layer is cut if queries read later
+    keys. The layer is also cut if the mask allows one chunk alone, or only chunks longer than twice
+    the requested chunk size.
     """
     hidden_states = arguments.hidden_states
     rows, length = hidden_states.shape[-3:-1]

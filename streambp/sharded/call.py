@@ -42,14 +42,14 @@ from streambp.sharded.shards import ChunkShard, Keys, Shards
 
 
 def keeps(config: StreamConfig, name: str) -> bool:
-    """True if these settings make every rank save "kv" or "attn_out", so that backward needs no
+    """True if these settings make every rank save the tensor `name`, so that backward needs no
     exchange between ranks for the tensor.
 
-    False if the tensor is not saved, or if a rank with full host memory may recompute it.
+    False if the tensor is not saved, or if a rank with full host memory may recompute the tensor.
 
     Args:
         config: the user's settings.
-        name: "kv" or "attn_out".
+        name: "kv" (K and V) or "attn_out" (attention's output).
     """
     certain = not config.always_moves or (
         config.offload == "cpu" and config.on_host_full != "recompute"
@@ -64,9 +64,10 @@ class ShardedSaves(SavedForBackward):
     Attributes:
         chunk_shards: the chunks of queries whose attention this rank computes.
         gathers: True if K and V are gathered from other ranks (context parallelism).
-        products_before: the saved Linears that run before attention.
-        products_after: the saved Linears that run after attention.
-        unread: the Linears that each half of the layer can skip.
+        products_before: names of the Linears before attention whose outputs are saved.
+        products_after: names of the Linears after attention whose outputs are saved.
+        unread: the Linears that each half of the layer can skip, because nothing there reads their
+            outputs.
     """
 
     chunk_shards: list[ChunkShard]
@@ -101,7 +102,7 @@ class ShardedSaves(SavedForBackward):
             order += map(self.key_reads, self.chunk_shards)
         if not self.attends_by_chunk:
             order += [
-                self.attended_reads(chunk_shard.local_chunk.index)
+                self.attention_reads(chunk_shard.local_chunk.index)
                 for chunk_shard in self.chunk_shards
             ]
         order += [self.second_half_reads(chunk.index) for chunk in self.plan.backward]
@@ -113,13 +114,13 @@ class ShardedSaves(SavedForBackward):
         recomputed on a chunk."""
         reads = self.half_reads(index, self.products_after)
         if self.attends_by_chunk:
-            reads += self.attended_reads(index)
+            reads += self.attention_reads(index)
         return reads
 
     def times_recomputed(self, name: str) -> int:
-        """Return how many times backward computes a Linear's output if the output is not saved. A
-        Linear before attention is computed for q, k and v of all tokens, and again if gradients of
-        the first half read the output."""
+        """Return the number of times that backward computes the output of the Linear `name` if the
+        output is not saved: 1 or 2. A Linear before attention is computed for q, k and v of all
+        tokens, and again if gradients of the half before attention read the output."""
         is_before = name in self.unread.for_output
         return 2 if is_before and name not in self.unread.to_differentiate_before else 1
 
@@ -139,19 +140,20 @@ class ShardedSaves(SavedForBackward):
         return reads
 
     def key_reads(self, chunk_shard: ChunkShard) -> list[Access]:
-        """Return (name, chunk index) of the saved K and V for the positions of one piece.
+        """Return (name, chunk index) of the saved K, and of the saved V, at the positions of one
+        chunk.
 
         Args:
             chunk_shard: a chunk of queries whose attention this rank computes.
         """
         return [(f"{part}.0", chunk_shard.local_chunk.index) for part in "kv"]
 
-    def attended_reads(self, index: int) -> list[Access]:
-        """Return (name, chunk index) of the saved attention output and the saved logsumexp of one
-        piece; [] unless both are saved.
+    def attention_reads(self, index: int) -> list[Access]:
+        """Return (name, chunk index) of the saved attention output, and of the saved logsumexp, for
+        one chunk of queries; [] unless both are saved.
 
         Args:
-            index: index of the piece, a chunk of queries.
+            index: index of the chunk.
         """
         accesses = [("attn_out.0", index), ("lse.0", index)]
         return accesses if all(self.store.has(*access) for access in accesses) else []
@@ -168,13 +170,13 @@ class ShardedCall(LayerCall):
         plan: the chunks of this rank's tokens.
         shards: the split, and the exchanges with other ranks.
         chunk_shards: the chunks of queries whose attention this rank computes.
-        params: parameters of attention; None before the first chunk.
+        params: parameters of attention, such as scale and kernels; None before the first chunk.
         random_before: list of random states, one for each chunk, from which the half before
             attention draws; [] if this half draws nothing.
         heads: number of query heads, and of key/value heads.
         keys: K and V of full sequences, if forward saved them on the device; otherwise None.
-        unread: the Linears that each half of the layer (up to its attention, and behind it) can
-            skip.
+        unread: the Linears that each half of the layer (before and after its attention) can skip,
+            because nothing there reads their outputs.
     """
 
     saved: ShardedSaves
@@ -242,14 +244,16 @@ class ShardedCall(LayerCall):
         half_input: HalfInput | None = None,
         at_attention: Callable[[], None] | None = None,
     ) -> SplitAtAttention | FullSequenceKeys:
-        """Return the object that cuts the layer's forward on a chunk in two.
+        """Return the replacement of the layer's attention that cuts the layer's forward on a chunk
+        in two. A layer that attends by itself gets a replacement of its keys and values instead.
 
         Args:
             chunk: the chunk's range of positions.
-            half_input: attention's output [B, H, C, D_v] for the second half; None: this is the
-                first half. A layer that attends by itself gets K [B, H_kv, T, D] and V of all
-                tokens.
-            at_attention: called in the second half where the first half ends.
+            half_input: attention's output [B, H, C, D_v] for the second half; None: the object is
+                for the first half. A layer that attends by itself gets K [B, H_kv, T, D] and V of
+                all tokens.
+            at_attention: called in the second half where the first half ends; None: nothing is
+                called.
         """
         if self.attends_by_itself:
             assert not isinstance(half_input, Tensor)
@@ -261,9 +265,10 @@ class ShardedCall(LayerCall):
         return split
 
     def find_unread_in_halves(self) -> None:
-        """Determine which Linears each half of the layer can skip, and store them in `unread`.
-        Cached for calls of the same kind. Under inference mode autograd records no test run, so the
-        halves skip nothing unless an earlier call has tested them. Must be called inside
+        """Determine which Linears each half of the layer can skip, because the half does not read
+        their outputs, and store the result in `unread`. The result of a test run is cached for
+        calls of the same kind. Under inference mode autograd records no test run, so the halves
+        skip nothing unless an earlier call has tested them. Must be called inside
         `LayerCall.prepare_layer`.
 
         Raises:
@@ -307,18 +312,18 @@ class ShardedCall(LayerCall):
                 remember(self.layer_state.tests.unread_in_halves, key, unread)
         self.unread = self.layer_state.tests.unread_in_halves.get(key, UnreadInHalves())
         self.saved.unread = self.unread
-        skip_key = ("halves", *key)
+        unread_key = ("halves", *key)
         is_known = key in self.layer_state.tests.unread_in_halves
-        if is_known and self.saved.chosen_here and skip_key not in self.layer_state.tests.unread:
+        if is_known and self.saved.chosen_here and unread_key not in self.layer_state.tests.unread:
             # The policy for saves="auto" chooses no output that backward never reads.
             never_read = self.unread.to_differentiate_after - self.unread.for_output
             products = UnreadProducts(recompute=never_read, states=False)
-            remember(self.layer_state.tests.unread, skip_key, products)
+            remember(self.layer_state.tests.unread, unread_key, products)
 
 
 def _random_attention(call: ShardedCall, tensors: list[Tensor]) -> tuple[HalfInput, list[Tensor]]:
-    """Return random tensors in the place of attention's, for a test of the half behind it, and the
-    list of these tensors, which require gradients.
+    """Return a random input for a test run of the half after attention, and the list of its random
+    tensors, which require gradients. The input replaces the tensors that attention computes.
 
     Args:
         call: the call of the layer.
@@ -349,7 +354,7 @@ def _find_skippable(
         linears: the layer's Linears by name.
         names: names of the Linears to test.
         run: runs the half and returns its outputs.
-        random: the random state from which each run starts.
+        random: the state of torch's random generators from which each run starts.
         leaves: tensors whose gradients are the results; None: the outputs are the results.
     """
 
@@ -367,7 +372,8 @@ def _find_skippable(
             return gradients_of(run(), leaves)
 
     def equals_expected(results: list[Any]) -> bool:
-        """True if these results equal those with all Linears."""
+        """True if these results, of a run without some Linears, equal those of the run with all
+        Linears."""
         if leaves is None:
             return all(map(torch.equal, results, expected))
         return same_gradients(call, results, expected)
@@ -387,7 +393,7 @@ def _unread_in_halves(
         linears: the layer's Linears by name.
         x: random tokens [..., B, C, h].
         chunk: the tokens' range of positions.
-        random: the random state from which each run starts.
+        random: the state of torch's random generators from which each run starts.
     """
     x = x.clone().requires_grad_()
     leaves = call.arguments.leaves(chunk, [True] * len(call.arguments.differentiable))
@@ -405,8 +411,9 @@ def _unread_in_halves(
     half_input, of_attention = _random_attention(call, tensors)
 
     def needed_tensors() -> list[Tensor]:
-        """Return q alone, for a half that need not compute saved k and v. A layer that attends by
-        itself needs k and v there, and computes q in its second half."""
+        """Run the half before attention, and return the tensors that backward recomputes if k and v
+        were saved: q. A layer that attends by itself computes q in its second half, and returns k
+        and v."""
         tensors = run_before()
         return tensors if call.attends_by_itself else tensors[:1]
 
@@ -422,7 +429,8 @@ def _unread_in_halves(
         names: LinearNames, run: Callable[[], list[Tensor]], differentiated: bool
     ) -> LinearNames:
         """Return those of the Linears `names` that one half of the layer can skip. `run` runs the
-        half and returns its outputs; if `differentiated`, gradients are compared."""
+        half and returns its outputs. Runs with and without the Linears are compared: their
+        gradients if `differentiated` is True, otherwise their outputs."""
         leaves_of_half = [x, *of_attention, *leaves, *call.layer_state.layer.parameters()]
         return _find_skippable(
             call, linears, names, run, random, leaves_of_half if differentiated else None

@@ -29,7 +29,8 @@ DEFAULT_KEY_BYTES = 2**30  # bytes for K, V and their gradients on a device with
 
 def key_memory_bytes(device: torch.device) -> int:
     """Return the bytes of device memory that this rank can spend on gathered K and V and their
-    gradients. The ranks take the minimum, which limits the number of heads in a group."""
+    gradients. The ranks take the minimum of their values. That minimum limits the number of heads
+    that are gathered at a time."""
     if not reports_memory(device):
         return DEFAULT_KEY_BYTES
     return int(memory_limit(device) - allocator_bytes(device, "allocated")) // FREE_MEMORY_DIVISOR
@@ -46,7 +47,8 @@ def collective(names: tuple[str, ...]) -> Callable[..., Any]:
 
 @dataclasses.dataclass(frozen=True)
 class GatheredShards(Shards):
-    """Sequences that torch's context parallelism has split over P ranks.
+    """Sequences that torch's context parallelism has split over P ranks. Queries stay on their
+    rank, and K and V are gathered from all ranks.
 
     Attributes:
         balanced: True: a sequence has 2 P parts and rank r holds parts r and 2 P - 1 - r. False: a
@@ -95,8 +97,8 @@ class GatheredShards(Shards):
         return x
 
     def tokens(self, x: Tensor, heads: int) -> Tensor:
-        """Return attention outputs x [B, heads, T / P, D] of one of P ranks unchanged: they are on
-        their tokens' rank."""
+        """Return attention outputs x [B, heads, T / P, D] of one of P ranks unchanged: the outputs
+        are on their tokens' rank already."""
         return x
 
     def sinks(self, sinks: Tensor) -> Tensor:
@@ -170,9 +172,9 @@ class GatheredShards(Shards):
         """
         return GatheredKeys(self, parts.pop(0), parts.pop(0), heads)
 
-    def own_gradient(self, sums: list[Tensor], dtype: torch.dtype, heads: int) -> list[Tensor]:
-        """Sum dK [B, T, G, D] and dV of full sequences, for G heads, over P ranks. Return dk and dv
-        of this rank's tokens, [B, G, T / P, D].
+    def own_gradients(self, sums: list[Tensor], dtype: torch.dtype, heads: int) -> list[Tensor]:
+        """Sum dK [B, T, G, D] and dV, the gradients of K and V of full sequences for G heads, over
+        P ranks. Return dk and dv of this rank's tokens, [B, G, T / P, D].
 
         Args:
             sums: dK and dV in float32 or wider; emptied.
@@ -209,7 +211,7 @@ class GatheredKeys(Keys):
         shards: the split of the sequences.
         k: this rank's K, [B, H_kv, T / P, D].
         v: this rank's V, [B, H_kv, T / P, D_v].
-        heads: H, the number of query heads.
+        heads: H, the number of query heads; several query heads may share a head of K and V.
     """
 
     def __init__(self, shards: GatheredShards, k: Tensor, v: Tensor, heads: int) -> None:
@@ -224,10 +226,10 @@ class GatheredKeys(Keys):
 
     def groups(self, last: bool = False) -> Iterator[KeyGroup]:
         """Yield K and V, one group of heads after the other, while the next group is in transfer.
-        If a group has all heads, the group stays in memory for later loops.
+        If a single group has all heads, the group stays in memory for later loops over this method.
 
         Args:
-            last: True if this is the last loop.
+            last: True if this is the last loop. No group stays in memory then.
         """
         if self.reused_group is not None:
             group = self.reused_group
@@ -247,10 +249,10 @@ class GatheredKeys(Keys):
             yield self._wait_for(coming, first)
 
     def _start(self, first: int) -> list[tuple[Any, Tensor, Tensor]]:
-        """Start to gather K and V of some heads.
+        """Start to gather K and V of one group of heads.
 
         Args:
-            first: index of the first head.
+            first: index of the group's first head.
 
         Returns:
             For K and for V: the running collective, its result [P, B, T / P, G, D], and this rank's
@@ -259,25 +261,25 @@ class GatheredKeys(Keys):
         transfers = []
         for part in self.local_kv:
             shard = part[:, first : first + self.size].transpose(1, 2).contiguous()
-            everyones = shard.new_empty((self.shards.size, *shard.shape))
+            all_parts = shard.new_empty((self.shards.size, *shard.shape))
             work = collective(GATHER)(
-                everyones.view(-1), shard.view(-1), group=self.shards.group, async_op=True
+                all_parts.view(-1), shard.view(-1), group=self.shards.group, async_op=True
             )
-            transfers.append((work, everyones, shard))
+            transfers.append((work, all_parts, shard))
         return transfers
 
     def _wait_for(self, coming: list[tuple[Any, Tensor, Tensor]], first: int) -> KeyGroup:
-        """Wait until K and V of some heads are gathered, and return them in the order of the
-        sequence.
+        """Wait until K and V of one group of heads are gathered, and return both with their tokens
+        in the order of the sequence.
 
         Args:
-            coming: the result of `_start`.
-            first: index of the first head.
+            coming: the result of `_start`; emptied.
+            first: index of the group's first head.
         """
         keys_and_values = []
         while coming:
-            work, everyones, _ = coming.pop(0)
+            work, all_parts, _ = coming.pop(0)
             work.wait()
-            keys_and_values.append(self.shards.to_sequence_order(everyones).contiguous())
+            keys_and_values.append(self.shards.to_sequence_order(all_parts).contiguous())
         heads = slice(first * self.readers, (first + self.size) * self.readers)
         return KeyGroup(heads, *keys_and_values)

@@ -109,7 +109,8 @@ def stream_shard(layer_state: LayerState, args: Any, kwargs: Any, shards: Shards
 def _refuse(layer_state: LayerState, args: Any, kwargs: Any, report: CallReport) -> Any:
     """Raise the error for a layer that cannot run in chunks while sequences are split over ranks.
     The layer cannot run unchunked either: its own attention would read only this rank's part of
-    each sequence."""
+    each sequence. `report` contains the reason; the arguments `args` and `kwargs` of the layer's
+    forward are not used."""
     reason = report.reason or "the shard is too short to try it in chunks"
     raise UnsupportedModelError(
         f"{type(layer_state.layer).__name__} cannot stream: {reason}. With sequences split over "
@@ -189,19 +190,21 @@ def run_forward_in_halves(call: ShardedCall, keep: bool) -> tuple[Tensor, ...]:
 
 
 def _queries(call: ShardedCall, parts: list[Tensor]) -> Tensor | None:
-    """Remove q [B, H, T / P, D] from q, k and v, and return the queries that this rank attends, [B,
-    H', n, D]. None if the layer attends by itself, which leaves k and v alone in `parts`."""
+    """Remove q [B, H, T / P, D] from `parts`, the list of q, k and v of this rank's tokens. Return
+    the n queries of H' heads whose attention this rank computes, [B, H', n, D]. Return None if the
+    layer attends by itself: `parts` then has k and v alone."""
     if call.attends_by_itself:
         return None
     return call.shards.queries(parts.pop(0))
 
 
 def _attention_of(call: ShardedCall, q: Tensor | None, keys: Keys) -> SplitAttention:
-    """Return the object that computes attention between the halves.
+    """Return the object that computes attention between the layer's two halves.
 
     Args:
         call: the call of the layer.
-        q: the queries that this rank attends, [B, H', n, D]; None: the layer attends by itself.
+        q: the n queries of H' heads whose attention this rank computes, [B, H', n, D]; None: the
+            layer attends by itself.
         keys: K and V of full sequences.
     """
     if q is None:
@@ -269,8 +272,9 @@ def _project(call: ShardedCall, keep: bool) -> list[Tensor]:
 
 
 def _unread_before(call: ShardedCall) -> LinearNames:
-    """Return the Linears that the half before attention skips while it computes q, k and v. A layer
-    that attends by itself needs k and v alone."""
+    """Return the names of the Linears that the half before attention skips while it computes q, k
+    and v. The set is empty unless the layer attends by itself: such a layer computes k and v
+    alone."""
     if call.attends_by_itself:
         return call.unread.for_queries
     return frozenset()
@@ -299,8 +303,13 @@ def _project_chunk(
 
 
 def _see_projected(see: TensorCallback | None, projected: tuple[Tensor, ...]) -> None:
-    """Pass a chunk's q, k and v, or k and v alone, to `see`, which compares the values in backward
-    with those in forward. None: nothing is compared."""
+    """Pass a chunk's q, k and v to the callback `see`, which compares the values in backward with
+    those in forward.
+
+    Args:
+        see: the callback (name, tensor); None: nothing is compared.
+        projected: q, k and v of the chunk, or k and v alone.
+    """
     if see is not None:
         for name, x in zip("qkv"[-len(projected) :], projected, strict=True):
             see(name, x)
@@ -335,12 +344,15 @@ def _collect(
 
 
 def _store_attention_settings(call: ShardedCall, chunk_attention: SplitAtAttention) -> None:
-    """Store the settings of a layer's attention call in `call`: its kernels and sizes, by the first
-    chunk, and its sinks.
+    """Store the settings of a layer's attention call in `call`: the kernels and sizes from the
+    first chunk, and the attention sinks and T5's bias from every chunk.
 
     Args:
         call: the call of the layer.
         chunk_attention: has the arguments of the attention call.
+
+    Raises:
+        UnsupportedModelError: the layer has attention dropout, and sequences are split over ranks.
     """
     arguments = chunk_attention.projected
     assert arguments is not None
@@ -408,7 +420,8 @@ def _second_half(
 
 def _replay_generators(call: ShardedCall, chunk: Chunk) -> contextlib.AbstractContextManager[None]:
     """Return a context manager in which torch's generators draw, for this chunk, the same random
-    numbers that the half before attention drew in forward."""
+    numbers that the half before attention drew in forward. Afterwards the generators have their
+    previous states again."""
     if not call.random_before:
         return NULL_CONTEXT
     return call.random_before[chunk.index].replay()
@@ -433,8 +446,8 @@ def run_backward_in_halves(call: ShardedCall, work: BackwardPass) -> None:
 
 def _exchange_again(call: ShardedCall) -> tuple[Tensor | None, Keys]:
     """Return q, and K and V of full sequences, for attention in backward. K and V are read if
-    saved. All other tensors are recomputed and exchanged between ranks again. q is None for a layer
-    that attends by itself."""
+    forward saved them. Tensors that were not saved are recomputed and exchanged between ranks
+    again. q is None for a layer that attends by itself."""
     saved = call.saved
     count = 3
     unread = _unread_before(call)
@@ -475,7 +488,7 @@ def _project_again(
         call: the call of the layer.
         chunk: the chunk's range of positions.
         projected: the tensors of all this rank's tokens.
-        count: number of tensors.
+        count: 3: q, k and v; 1: q alone.
         is_retry: True if the chunk is computed a second time, after running out of memory.
     """
     saved = call.saved
@@ -491,8 +504,9 @@ def _differentiate_after(call: ShardedCall, work: BackwardPass, attention: Split
 
     Args:
         call: the call of the layer.
-        work: receives the gradients.
-        attention: computes attention, and receives the gradients of its leaves.
+        work: receives the gradients of the layer's input, arguments and parameters.
+        attention: computes attention, and receives the gradients of its leaves, such as a chunk's
+            attention output.
     """
     saved = call.saved
     linears = call.layer_state.linears
@@ -515,8 +529,9 @@ def _differentiate_chunk_after(
     attention: SplitAttention,
     is_retry: bool,
 ) -> Gradients:
-    """Recompute and differentiate the layer's second half on one chunk. Return the gradients of the
-    layer's input and arguments, of attention's leaves and of the parameters.
+    """Recompute and differentiate the layer's second half, behind its attention, on one chunk.
+    Return three lists of gradients: of the layer's input and arguments, of attention's leaves (such
+    as the chunk's attention output), and of the parameters.
 
     Args:
         call: the call of the layer.
@@ -551,8 +566,8 @@ def _differentiate_chunk_after(
 def _count_graph_bytes(
     call: ShardedCall, x: Tensor, work: BackwardPass
 ) -> contextlib.AbstractContextManager[None]:
-    """Return a context manager that counts the bytes of a half's graph on one chunk, if the policy
-    for `saves="auto"` observes this call.
+    """Return a context manager that counts the bytes of one half's autograd graph on one chunk.
+    Nothing is counted unless the policy for `saves="auto"` observes this call.
 
     Args:
         call: the call of the layer.
@@ -582,15 +597,17 @@ def _differentiate_half(
     outputs: list[Tensor],
     upstream: list[Tensor],
 ) -> Gradients:
-    """Differentiate one half of the layer (before or after attention) on one chunk. Return the
-    gradients of `targets`, of `of_attention` and of the parameters.
+    """Differentiate one half of the layer (before or after attention) on one chunk. Return three
+    lists of gradients: of `targets`, of `of_attention` and of the parameters. An entry is None if
+    no gradient reaches its tensor.
 
     Args:
         call: the call of the layer.
         work: contains the aliases of the parameters.
         chunk: the chunk's range of positions.
         targets: the leaves for the layer's input and arguments.
-        of_attention: the leaves of attention, for the half after attention.
+        of_attention: the leaves of attention, such as the chunk's attention output, for the half
+            after attention; [] for the half before attention.
         outputs: the half's outputs.
         upstream: gradients of the outputs.
     """
@@ -630,8 +647,9 @@ def _differentiate_before(call: ShardedCall, work: BackwardPass, gradients: list
 def _differentiate_chunk_before(
     call: ShardedCall, work: BackwardPass, chunk: Chunk, gradients: list[Tensor], is_retry: bool
 ) -> Gradients:
-    """Recompute and differentiate the layer's first half on one chunk. Return the gradients of the
-    layer's input and arguments, [] and the gradients of the parameters.
+    """Recompute and differentiate the layer's first half, up to its attention, on one chunk. Return
+    three lists: the gradients of the layer's input and arguments, [], and the gradients of the
+    parameters.
 
     Args:
         call: the call of the layer.

@@ -40,9 +40,9 @@ class SplitAtAttention(ChunkAttention):
         self.projected: AttentionCall | None = None
 
     def attend(self, call: AttentionCall) -> Tensor:
-        """Return attention's output o as [B, C, H, D_v], contiguous, in the half after attention.
-        Store the call's arguments and raise `RefillDone` in the half before attention, to end the
-        layer's forward.
+        """Replace the layer's attention call. The half after attention gets attention's output o
+        as [B, C, H, D_v], contiguous. The half before attention ends here: the call's arguments are
+        stored in `projected`, and `RefillDone` is raised, which ends the layer's forward.
         """
         self.calls += 1
         if self.o is not None:
@@ -59,7 +59,7 @@ class SplitAtAttention(ChunkAttention):
         return self.projected.q, self.projected.k, self.projected.v
 
     def finish(self) -> None:
-        """Check, at the end of the layer's forward, that it has attended once.
+        """Check, at the end of the layer's forward, that the forward has called attention once.
 
         Raises:
             UnsupportedModelError: the layer attended more or fewer times.

@@ -45,15 +45,18 @@ def resolve_full_mask(
     `full_spans`: an early and a late part of one sequence in a shard would seem to be two
     documents.
 
+    The result is stored in `mask.full_layout` for the layers that share the mask.
+
     Args:
-        mask: the model's mask for this rank's tokens.
+        mask: the model's mask for this rank's tokens; None: every query reads itself and all
+            earlier keys.
         full_spans: the keys by padding and packed documents of the full sequences, without a
             window.
         length: number of this rank's tokens in a row.
         position_ids: [1 or B, length], of these tokens.
         device: device for comparisons of masks.
-        gather_numbers: gathers a list of numbers from each rank; called once for each mask of the model,
-            on every rank.
+        gather_numbers: gathers a list of numbers from each rank; called once for each mask of the
+            model, on every rank.
 
     Raises:
         UnsupportedMaskError: the mask is more than padding, packed documents and a window, or may
@@ -100,9 +103,9 @@ def _read_mask(
     position_ids: Tensor | None,
     device: torch.device,
 ) -> tuple[int | None, bool, MaskResult]:
-    """Return what the mask of this rank's tokens shows; `resolve_full_mask` compares it over ranks.
-    The three values are the sliding window (None: no window), True if no other window is possible,
-    and a `MaskResult` about packed documents.
+    """Return the facts that the mask of this rank's tokens shows, for `resolve_full_mask`, which
+    compares the facts of all ranks. The three values are the length of the sliding window (None: no
+    window), True if no other window is possible, and a `MaskResult` about packed documents.
 
     Args:
         mask: the model's mask.

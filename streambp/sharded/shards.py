@@ -8,7 +8,7 @@ rank keeps its queries and gathers K and V.
     pieces          chunks of this rank's queries, with their positions in the full sequence
     queries         move q to the rank that attends it
     start_keys      k and v of full sequences, in order
-    own_gradient    the gradients of k and v for this rank's tokens
+    own_gradients    the gradients of k and v for this rank's tokens
     tokens          move attention outputs back to their tokens' rank
 
 All collectives are torch.distributed's. Every rank calls them equally often, for any number of
@@ -60,8 +60,8 @@ class KeyGroup(NamedTuple):
 
 
 class Keys:
-    """K and V of full sequences, which are read some heads at a time. This class has all heads in
-    memory.
+    """K and V of full sequences, which are read one group of heads at a time. This class has all
+    heads in memory, as a single group.
 
     Args:
         k: [B, T, G, D].
@@ -75,8 +75,8 @@ class Keys:
         """Yield K and V, one group of heads after the other.
 
         Args:
-            last: True if this is the last loop. The memory is then freed once the caller drops the
-                heads.
+            last: True if this is the last loop over this method. The memory is then freed once the
+                caller drops the group.
         """
         yield self.key_groups.pop() if last else self.key_groups[0]
 
@@ -85,7 +85,7 @@ class Keys:
 class Shards:
     """Batch whose sequences DeepSpeed Ulysses has split over P ranks: each rank has T / P
     consecutive tokens of every row. The methods exchange q, k, v and attention outputs between the
-    ranks.
+    ranks, so that each rank attends with all T tokens of some heads.
 
     Attributes:
         group: process group of the ranks.
@@ -133,9 +133,13 @@ class Shards:
         ]
 
     def queries(self, x: Tensor) -> Tensor:
-        """Exchange this rank's tokens of all heads, [B, H, T / P, D], for all tokens of the rank's
-        heads, [B, H / P, T, D], with tokens before heads in memory. P is the number of ranks. If
-        there are fewer heads than ranks, heads are repeated."""
+        """Exchange x, this rank's tokens of all heads, [B, H, T / P, D], for all tokens of the
+        rank's heads, [B, H / P, T, D]. P is the number of ranks. The result has tokens before heads
+        in memory. If there are fewer heads than ranks, heads are repeated.
+
+        Raises:
+            UnsupportedModelError: neither number divides the other.
+        """
         batch, heads, length, width = x.shape
         if heads < self.size and self.size % heads == 0:
             x = x.repeat_interleave(self.size // heads, dim=1)
@@ -151,7 +155,7 @@ class Shards:
         )
 
     def tokens(self, x: Tensor, heads: int) -> Tensor:
-        """Exchange all tokens of this rank's heads, [B, H / P, T, D], for the rank's tokens of all
+        """Exchange x, all tokens of this rank's heads, [B, H / P, T, D], for the rank's tokens of all
         heads, [B, heads, T / P, D], after attention over P ranks. If `queries` has repeated heads,
         and x is a gradient, the repeated heads are summed."""
         batch, _, _, width = x.shape
@@ -164,8 +168,8 @@ class Shards:
         return x.unflatten(1, (heads, -1)).sum(2, dtype=wide).to(x.dtype)
 
     def sinks(self, sinks: Tensor) -> Tensor:
-        """Return the attention sinks of this rank's query heads, a view [H / P] of `sinks` [H] for
-        P ranks."""
+        """Return the attention sinks (one more score in each head's softmax) of this rank's query
+        heads, a view [H / P] of `sinks` [H] for P ranks."""
         return sinks.chunk(self.size)[self.rank]
 
     def gather_numbers(self, numbers: list[int]) -> list[list[int]]:
@@ -183,13 +187,13 @@ class Shards:
 
         Args:
             parts: k and v; emptied.
-            heads: H, the number of query heads.
+            heads: H, the number of query heads; not used here.
         """
         return Keys(*(self.queries(parts.pop(0)).transpose(1, 2).contiguous() for _ in range(2)))
 
-    def own_gradient(self, sums: list[Tensor], dtype: torch.dtype, heads: int) -> list[Tensor]:
-        """Exchange dK [B, T, G, D] and dV of full sequences, for this rank's G heads, for dk [B,
-        heads, T / P, D] and dv of this rank's tokens. P is the number of ranks.
+    def own_gradients(self, sums: list[Tensor], dtype: torch.dtype, heads: int) -> list[Tensor]:
+        """Exchange dK [B, T, G, D] and dV, the gradients of K and V of full sequences for this
+        rank's G heads. Return dk [B, heads, T / P, D] and dv of this rank's tokens, for P ranks.
 
         Args:
             sums: dK and dV; emptied.
@@ -208,8 +212,8 @@ class Shards:
         the order of the ranks are always in the order of the sequence.
 
         Args:
-            positions: [1 or B, T] in this order.
-            padding: [B, T], True for tokens.
+            positions: [1 or B, T], position_ids in this order; not used.
+            padding: [B, T], True for tokens; not used.
         """
 
     def exchange(self, parts: Tensor) -> Tensor:
@@ -222,7 +226,8 @@ class Shards:
 
 
 def heads_error(heads: int, ranks: int) -> UnsupportedModelError:
-    """Return the error for a number of heads that Ulysses cannot split evenly over the ranks."""
+    """Return the error for a number of attention heads that DeepSpeed Ulysses cannot split evenly
+    over this number of ranks."""
     return UnsupportedModelError(
         f"{heads} attention heads cannot be split over {ranks} ranks. Choose an sp_size that "
         "divides the number of heads, and divides or is a multiple of the number of key and value "
@@ -239,16 +244,16 @@ def gather_shards(
     agreed: int = 0,
     headroom: int = 0,
 ) -> Shards:
-    """Gather position_ids and padding masks of all P ranks, and return the split of the full
-    sequences. Called once for each forward of the backbone.
+    """Gather position_ids and padding masks of the P ranks that share sequences, and return the
+    split of the full sequences. Called on every rank once for each forward of the backbone.
 
     Args:
-        kind: class of the result, `Shards` or a subclass.
+        kind: class of the result: `Shards` for DeepSpeed Ulysses, or a subclass.
         group: process group of the ranks.
         tokens: this rank's tokens, [B, T / P, ...].
         position_ids: [1 or B, T / P] of these tokens, counted over the full sequence.
         attention_mask: padding mask of these tokens, [B, T / P], or None.
-        agreed: a number that must be equal on all ranks, because the exchanges depend on it.
+        agreed: a number for the settings on which the exchanges depend; must be equal on all ranks.
         headroom: bytes that this rank can spend on K and V; the result has the minimum over the
             ranks.
 
@@ -296,8 +301,8 @@ def gather_shards(
 
 def _agree(group: Any, numbers: Tensor) -> list[list[int]]:
     """Gather the integers `numbers` [n] of each rank, and return one list for each rank. The
-    numbers describe the batch and the settings that decide exchanges. All ranks raise unless all
-    numbers but the last are equal on every rank.
+    numbers describe the batch and the settings that decide exchanges. All ranks raise unless the
+    numbers are equal on every rank. Only the last number, a rank's free memory, may differ.
 
     Args:
         group: process group of the ranks.
@@ -329,10 +334,17 @@ def _agree(group: Any, numbers: Tensor) -> list[list[int]]:
 
 
 def _kind(batch_size: int, length: int, position_ids: Tensor | None, attention_mask: Any) -> int:
-    """Return an integer that stands for the shapes of position_ids and mask. `_agree` checks that
-    it is equal on all ranks: 2 * rows of position_ids, plus 1 with a mask.
+    """Return an integer that stands for the shapes of position_ids and attention_mask. `_agree`
+    checks that this integer is equal on all ranks.
 
-    -1 if position_ids do not fit the tokens; -2 if the mask does not fit.
+    The integer is twice the number of rows of position_ids, plus 1 if there is a mask. The integer
+    is -1 if position_ids do not fit the tokens, and -2 if the mask does not fit.
+
+    Args:
+        batch_size: number of rows of this rank's tokens.
+        length: number of this rank's tokens in a row.
+        position_ids: position_ids of these tokens.
+        attention_mask: padding mask of these tokens, or None.
     """
     if position_ids is None or position_ids.dim() != 2 or position_ids.shape[1] != length:
         return -1

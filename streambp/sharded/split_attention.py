@@ -50,11 +50,12 @@ def params_of(call: ShardedCall, chunk: Chunk) -> AttentionParams:
 
 
 class AllQueriesAttention:
-    """Attention of all queries of this rank, computed before the second half of the layer begins.
+    """Attention of all queries of this rank, computed before the half of the layer after attention
+    begins, because ranks exchange tensors in between.
 
     Args:
         call: the call of the layer.
-        q: the queries [B, H', n, D] that this rank attends.
+        q: [B, H', n, D], the n queries of H' heads whose attention this rank computes.
         keys: K and V of full sequences.
 
     Attributes:
@@ -88,13 +89,18 @@ class AllQueriesAttention:
         self.o = call.shards.tokens(o, call.heads[0])
 
     def output(self, chunk: Chunk) -> tuple[Tensor, list[AttentionOutput]]:
-        """Return attention's output [B, H, C, D_v] for a chunk of this rank's tokens in forward,
-        and [], because the output was saved before."""
+        """Return attention's output [B, H, C, D_v] for a chunk of C of this rank's tokens in
+        forward, and an empty list.
+
+        The list is for attention outputs that the caller saves for backward with the chunk.
+        `forward` has computed the output of all tokens before, and has saved the output if the
+        settings require this.
+        """
         return self.o[part_of(chunk)], []
 
     def backward(self) -> None:
-        """Compute attention in backward, unless its output was saved. Must be called on every
-        rank."""
+        """Compute attention once more in backward, or read the output that forward saved. Must be
+        called on every rank, because ranks exchange the output."""
         call = self.call
         assert self.keys is not None
         o, lse = self._attend(self.keys, last=False)
@@ -105,21 +111,28 @@ class AllQueriesAttention:
 
     def leaf(self, chunk: Chunk) -> tuple[Tensor, list[Tensor]]:
         """Return attention's output [B, H, C, D_v] for a chunk of this rank's tokens in backward,
-        and the leaves of its graph: the output itself."""
+        and a list with the leaves of the chunk's autograd graph: the output itself."""
         o = self.o[part_of(chunk)].detach().requires_grad_()
         return o, [o]
 
     def begin_backward(self, is_retry: bool) -> None:
-        """Ignore the call: a chunk adds nothing to the gradients of K and V."""
+        """Ignore the call, for a retry too (`is_retry`): the backward of a chunk adds nothing to
+        the gradients of K and V, which `gradients` computes for all chunks."""
 
     def store_gradients(self, chunk: Chunk, gradients: list[Tensor | None]) -> None:
-        """Store the gradient [B, H, C, D_v] of a chunk's leaf, which `leaf` has returned."""
+        """Store the gradient of a chunk's attention output, the leaf that `leaf` has returned.
+
+        Args:
+            chunk: the chunk's range of positions.
+            gradients: a list of one gradient [B, H, C, D_v]. None stands for zeros.
+        """
         (d_o,) = gradients
         self.o[part_of(chunk)] = 0.0 if d_o is None else d_o
 
     def gradients(self) -> list[Tensor]:
-        """Compute the gradients of attention. Return dq [B, H, T / P, D], dk [B, H_kv, T / P, D]
-        and dv of this rank's tokens. Must be called on every rank."""
+        """Compute the gradients of attention, after `store_gradients` for all chunks. Return dq [B,
+        H, T / P, D], dk [B, H_kv, T / P, D] and dv of this rank's tokens. Must be called on every
+        rank."""
         call = self.call
         d_o = call.shards.queries(self.o)
         del self.o
@@ -146,7 +159,7 @@ class AllQueriesAttention:
         for chunk_shard in call.chunk_shards:
             queries = chunk_shard.local_chunk
             index = chunk_shard.local_chunk.index
-            saved = [call.saved.store.take(*access) for access in call.saved.attended_reads(index)]
+            saved = [call.saved.store.take(*access) for access in call.saved.attention_reads(index)]
             call.saved.store.read_ahead()
             if saved:
                 o[:, queries.start : queries.stop], lse[part_of(queries)] = saved
@@ -180,8 +193,9 @@ class AllQueriesAttention:
         return o.transpose(1, 2), lse
 
     def _keep(self, keys: Keys, o: Tensor, lse: Tensor) -> None:
-        """Save for backward what the settings name: attention's output and logsumexp, and K and V.
-        A rank with little host memory may save less than other ranks; no exchange depends on this.
+        """Save for backward the tensors that the settings name: attention's output with its
+        logsumexp, and K and V. A rank with little host memory may save less than other ranks; no
+        exchange between ranks depends on this.
 
         Args:
             keys: K and V of full sequences.
@@ -236,7 +250,7 @@ class AllQueriesAttention:
             dtype = group.k.dtype
             del out, kv_storage, group
             for parts, gradient in zip(
-                by_tensor, call.shards.own_gradient(sums, dtype, call.heads[1]), strict=True
+                by_tensor, call.shards.own_gradients(sums, dtype, call.heads[1]), strict=True
             ):
                 parts.append(gradient)
         call.sinks = d_sinks
@@ -245,6 +259,7 @@ class AllQueriesAttention:
 
 class ChunkwiseAttention:
     """Attention of one chunk's queries after the other, on a rank that has all tokens and heads.
+    A chunk's queries attend when the half of the layer after attention reaches the chunk.
 
     Args:
         call: the call of the layer.
@@ -276,8 +291,9 @@ class ChunkwiseAttention:
         del self.keys
 
     def output(self, chunk: Chunk) -> tuple[Tensor, list[AttentionOutput]]:
-        """Return attention's output [B, H, C, D_v] for a chunk in forward, and a list with the same
-        output and its logsumexp."""
+        """Compute attention for a chunk in forward. Return its output [B, H, C, D_v], and a list
+        with one `AttentionOutput` (the same output and its logsumexp), to be saved with the chunk.
+        """
         call = self.call
         prefix = call.carried.prefix
         params = params_of(call, chunk)
@@ -294,7 +310,8 @@ class ChunkwiseAttention:
         return attended.o.transpose(1, 2), [attended]
 
     def backward(self) -> None:
-        """Prepare the sums of the gradients of attention sinks and of T5's bias."""
+        """Create the sums of the gradients of attention sinks and of T5's bias, if the layer has
+        them, before the first chunk in backward."""
         del self.keys
         call = self.call
         wide = torch.promote_types(self.dtype, torch.float32)
@@ -343,17 +360,20 @@ class ChunkwiseAttention:
                 total += gradient
 
     def gradients(self) -> list[Tensor]:
-        """Return the gradients of attention: dq [B, H, T, D], dk [B, H_kv, T, D] and dv."""
+        """Return the gradients of attention, after the backward of all chunks: dq [B, H, T, D], dk
+        [B, H_kv, T, D] and dv. The gradients of attention sinks and of T5's bias replace
+        `call.sinks` and `call.bias`."""
         call = self.call
         sums = list(self.kv_storage.grow_accumulators())
         del self.kv_storage
         call.sinks = self.d_sinks
         call.bias = self.d_bias
-        return [self.q, *call.shards.own_gradient(sums, self.dtype, call.heads[1])]
+        return [self.q, *call.shards.own_gradients(sums, self.dtype, call.heads[1])]
 
 
 class ChunkwiseKeys:
-    """Keys and values for a layer that computes attention itself, on a rank that has all tokens.
+    """Keys and values of all tokens for a layer that computes attention itself, on a rank that has
+    all tokens. The second half of the layer gets them in place of attention's output.
 
     Args:
         call: the call of the layer.
@@ -379,8 +399,9 @@ class ChunkwiseKeys:
         del self.keys
 
     def output(self, chunk: Chunk) -> tuple[tuple[Tensor, Tensor], list[AttentionOutput]]:
-        """Return K [B, H_kv, T, D] and V of all tokens for a chunk in forward, and []: the layer's
-        own output of attention is not saved."""
+        """Return (K, V) of all tokens, [B, H_kv, T, D] each, for a chunk in forward, and an empty
+        list. The list is for attention outputs that the caller saves for backward; this layer
+        computes attention itself, and its output is not saved."""
         return self.tensors, []
 
     def backward(self) -> None:
@@ -397,7 +418,8 @@ class ChunkwiseKeys:
         return (k, v), [k, v]
 
     def begin_backward(self, is_retry: bool) -> None:
-        """Ignore the call: gradients of K and V are added when a chunk has ended."""
+        """Ignore the call, for a retry too (`is_retry`): gradients of K and V are added only when a
+        chunk has ended."""
 
     def store_gradients(self, chunk: Chunk, gradients: list[Tensor | None]) -> None:
         """Add the gradients [B, H_kv, T, D] of a chunk's leaves, which `leaf` has returned, to
@@ -407,29 +429,30 @@ class ChunkwiseKeys:
                 total += gradient.transpose(1, 2)
 
     def gradients(self) -> list[Tensor]:
-        """Return dk [B, H_kv, T, D] and dv."""
+        """Return the gradients of K and V over all chunks, dk [B, H_kv, T, D] and dv."""
         call = self.call
         dtype = self.tensors[0].dtype
         del self.tensors
-        return call.shards.own_gradient(self.sums, dtype, call.heads[1])
+        return call.shards.own_gradients(self.sums, dtype, call.heads[1])
 
 
 SplitAttention = AllQueriesAttention | ChunkwiseAttention | ChunkwiseKeys
 
 
 def bytes_of(k: Tensor, v: Tensor) -> int:
-    """Return the device memory that K [B, T, G, D], V and their gradients take in backward, in
-    bytes."""
+    """Return the device memory in bytes that K [B, T, G, D], V [B, T, G, D_v] and their gradients
+    take in backward. The gradients are in float32 or wider."""
     wide = torch.promote_types(k.dtype, torch.float32).itemsize
     return (k.numel() + v.numel()) * (k.element_size() + wide)
 
 
 def keep_keys(call: ShardedCall, keys: Keys) -> None:
-    """Save K and V of full sequences for backward.
+    """Save K and V of full sequences for backward: on the host chunk by chunk, or on the device as
+    `call.keys`, if the layer's saved tensors stay there.
 
     Args:
         call: the call of the layer.
-        keys: K and V.
+        keys: K and V; the store on the host empties them.
     """
     if not call.saved.store.copies:
         call.keys = keys
@@ -450,7 +473,8 @@ def attend_with_graph(
     saved: AttentionOutput | None,
 ) -> tuple[Tensor, list[Tensor]]:
     """Return attention's output [B, C, H, D_v] for a chunk of queries with an autograd graph, and
-    the leaves of the graph: the queries, the attention sinks and T5's bias.
+    the leaves of the graph: the queries, attention sinks and T5's bias. A layer without sinks or
+    bias has no leaf for them.
 
     Args:
         call: the call of the layer.

@@ -1,4 +1,4 @@
-"""Record the indices chosen by `topk` for each token in a forward, such as experts."""
+"""Count the indices that `torch.topk` chooses for each token in a forward, such as experts."""
 
 from __future__ import annotations
 

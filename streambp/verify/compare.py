@@ -2,19 +2,17 @@
 
 One batch runs three times: through the streamed model, through the unpatched model, and through the
 reference, called the truth. The truth is the unpatched model with the same weights in a wider
-dtype, on the host. `verdict` judges the distances of the first two from the third. See
-`verify/verdict.py`.
+dtype, on the host. `verify/verdict.py` judges the distances of the first two from the third.
 
 The truth of a float32 or float64 model is computed in float64, with transformers' inner casts to
 float32 (norms, softmax, rotary angles, loss) replaced. A float64 model has these casts with and
 without streaming. They are its rounding noise, about 1e-7. The truth of a half-precision model is
 computed in float32.
 
-If two experts tie up to rounding, a router can choose different experts in two
-runs, streamed or not. The gradients of that token then differ completely. If a batch fails and the
-streamed model made other choices than the unpatched one, the batch is undecided and new tokens are
-drawn. An error in a layer changes choices in every draw; an error behind all choices changes none.
-Both are found.
+If two experts tie up to rounding, a router can choose different experts in two runs, streamed or
+not. The token's gradients then differ completely. If a batch fails and the streamed model chose
+other experts than the unpatched one, the batch is undecided and new tokens are drawn. An error in a
+layer changes choices in every draw; an error behind all choices changes none. Both are found.
 """
 
 from __future__ import annotations
@@ -83,7 +81,7 @@ def verify(
     said: Callable[[str, float], None] | None = None,
     **fields: Any,
 ) -> Verification:
-    """Compare the streamed gradients of `model` with the unpatched ones, parameter by parameter.
+    """Compare the streamed gradients of `model` with the unpatched ones, and return the verdict.
 
     Args:
         model: an unpatched causal language model on one device. Gradients and training flags are
@@ -94,8 +92,8 @@ def verify(
             chosen automatically.
         seed: seed of the random tokens.
         left_padding: number of padding tokens at the start of the row.
-        said: progress callback with a text and a fraction from 0 to 1.
-        saves, fields: see `StreamConfig`.
+        said: progress callback, called with a text and a fraction from 0 to 1; None: no callback.
+        saves, fields: settings of the streamed run, the arguments of `StreamConfig`.
 
     Raises:
         StreamBPError: the model cannot be streamed, or cannot be judged in this way. A failed
@@ -117,7 +115,8 @@ def compare_methods(
     said: Callable[[str, float], None] | None = None,
     **fields: Any,
 ) -> Comparison:
-    """Compare the gradients of streaming and of other methods with the unpatched model's.
+    """Compare the gradients of streaming and of other methods with the unpatched model's. Return
+    the verdicts.
 
     Args:
         model: as for `verify`.
@@ -211,7 +210,7 @@ def _judge(
         model: the model, unpatched.
         against: the other methods.
         config: settings of the streamed run.
-        batch: arguments of the model.
+        batch: arguments of the model, by name.
         narrow: the least precise dtype of the parameters.
         wide: dtype of the reference, a copy of the model on the host.
         progress: called with a text and the fraction done, before each run.
@@ -276,7 +275,7 @@ class GradientErrors(NamedTuple):
     Attributes:
         rated: the errors of each parameter, worst first.
         full_gradient: the errors of the full gradient, all parameters together.
-        problems: evidence against exactness; empty if exact.
+        problems: texts about evidence against exactness; empty if exact.
     """
 
     rated: tuple[ParameterError, ...]
@@ -495,7 +494,7 @@ class VerifyRun:
         loss: the unscaled loss.
         gradients: `.grad` of each parameter by name, on the host.
         streamed_layers: number of layers that streamed.
-        choices: choices of experts in forward.
+        choices: counts of the experts that routers chose in forward.
     """
 
     loss: float
@@ -532,10 +531,10 @@ def _backward(
     scale: float,
     context: contextlib.AbstractContextManager[Any],
 ) -> tuple[float, int]:
-    """Run forward and backward and return the loss and the number of streamed layers.
+    """Run forward and backward. Return the unscaled loss, and the number of layers that streamed.
 
     Args:
-        model: any of the models, or another method's forward.
+        model: the model, the truth, or another method's forward.
         batch: arguments of the model.
         scale: factor of the loss before backward.
         context: context manager for the forward.
@@ -626,8 +625,8 @@ def _run_truth(
     distances_by_name: dict[str, list[float]] = {}
 
     def compare(name: str, parameter: Tensor) -> None:
-        """Store the distance of one parameter's gradient from the gradient of each run, and free
-        the gradient. A hook of the parameter calls this function."""
+        """Store the distance of each run's gradient from the truth's gradient of the parameter
+        `name`, and free the truth's gradient. Called as a hook of the truth's `parameter`."""
         gradient = parameter.grad
         parameter.grad = None
         distances = [_distance(gradient, run.gradients.get(name)) for run in runs]
@@ -648,8 +647,8 @@ def _run_truth(
 
 
 def _distance(truth: Tensor | None, gradient: Tensor | None) -> float:
-    """Return the norm of truth - other, for two gradients of one parameter, [...] each; None counts
-    as zero.
+    """Return the norm of truth - gradient, for two gradients of one parameter, [...] each; None
+    counts as zero.
 
     Computed in blocks, because a float64 copy of an embedding is large.
     """

@@ -15,12 +15,13 @@ class MethodResult:
     """Exactness and cost of one method.
 
     Attributes:
-        name: the method.
+        name: name of the method in the table.
         exact: True if no problem was found.
-        problems: evidence against exactness; empty if exact.
-        error: relative error of the full gradient.
+        problems: texts about evidence against exactness; empty if exact.
+        error: relative error of the gradient of all parameters together, compared with the
+            unpatched model's in a wider dtype.
         peak: peak bytes of forward and backward beyond the weights, gradients included.
-        seconds: seconds of forward and backward.
+        seconds: seconds of forward and backward, of the fastest of several steps.
     """
 
     name: str
@@ -46,14 +47,16 @@ class Comparison:
 
     Attributes:
         verification: the verdict on streaming.
-        methods: streaming and the other methods; empty without other methods.
+        methods: results of streaming, then of each other method; empty if streaming was compared
+            with no other method.
     """
 
     verification: Verification
     methods: tuple[MethodResult, ...]
 
     def table(self, top: int = 20) -> str:
-        """Return the verdict with the `top` worst parameters, and one line for each method."""
+        """Return the verdict with the `top` worst parameters (0: all), and one line for each
+        method."""
         verdict = self.verification.table(top)
         if not self.methods:
             return verdict

@@ -1,7 +1,7 @@
 """Other ways to train on long sequences, which `verify` compares with streaming on one model.
 
-Each method gets a copy of the model's modules that shares all parameters and buffers with the
-model. The model itself is not changed, and a copy costs no memory.
+Each method but "unpatched" gets a copy of the model's modules that shares all parameters and
+buffers with the model. The model itself is not changed, and a copy costs no memory.
 """
 
 from __future__ import annotations
@@ -47,7 +47,14 @@ Method: TypeAlias = str | Callable[[Any], Forward]
 
 
 def name_of(method: Method) -> str:
-    """Return the name of a method, or of the function that implements the method, for a table."""
+    """Return the text by which a table names a method: a way to train that `verify` compares with
+    streaming.
+
+    Args:
+        method: a name in `METHODS`, such as "trl", or a function that returns a model's forward for
+            this way to train. The text is a fixed one for a name ("checkpointing, TRL's head"), and
+            the name of the function or of its class otherwise.
+    """
     if isinstance(method, str):
         return METHOD_TEXTS[method]
     return getattr(method, "__name__", type(method).__name__)
@@ -71,10 +78,11 @@ def check_methods(methods: Sequence[Method]) -> None:
 
 
 def check_libraries(methods: Sequence[Method], device: torch.device) -> None:
-    """Check that the methods can run here.
+    """Check that the libraries of the methods are installed, and that their kernels support the
+    device.
 
     Args:
-        methods: the methods.
+        methods: names of `METHODS`, or functions, which are not checked.
         device: the model's device.
 
     Raises:
@@ -99,10 +107,10 @@ def prepare_method(model: nn.Module, method: Method) -> Iterator[Forward]:
 
     Args:
         model: the unpatched model, in eval mode. Its parameters get the gradients.
-        method: the method.
+        method: one of `METHODS`, or a function from the copy to a forward.
 
     Raises:
-        StreamBPError: the library does not support this model.
+        StreamBPError: the method, or its library, does not support this model.
     """
     if method == UNPATCHED:
         yield model

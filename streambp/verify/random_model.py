@@ -62,11 +62,11 @@ def random_model(
         config: the model's configuration; not changed.
         layers: number of first layers to keep; None: enough for all kinds of layers, at most
             DEFAULT_MAX_LAYERS.
-        dtype: dtype of the weights; None: the configuration's.
+        dtype: dtype of the weights; None: the configuration's, or float32 if it has none.
         seed: seed of the weights.
 
     Raises:
-        ConfigError: the model has fewer layers.
+        ConfigError: the model has fewer than `layers` layers.
         StreamBPError: the configuration is none of a causal language model, cannot be cut, or its
             model does not fit into the memory of the host.
     """
@@ -102,7 +102,8 @@ def cut_config(config: PreTrainedConfig, layers: int, depth: int) -> PreTrainedC
     Args:
         config: the configuration; a nested configuration of the language model is cut.
         layers: number of layers to keep, the first ones.
-        depth: number of layers of the full model. Lists of this length have a value for each layer.
+        depth: number of layers of the full model. Lists of this length in the configuration have a
+            value for each layer, and are cut too.
     """
     if layers == depth:
         return config

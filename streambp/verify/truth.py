@@ -20,7 +20,8 @@ from streambp.tensors import replace_attribute
 
 
 def copy_to_host(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Return a copy of the model on the host in `dtype`, or in the model's dtype if that is wider.
+    """Return a copy of the model on the host in `dtype`. Tensors of a wider dtype and buffers of
+    integers keep their dtype.
 
     deepcopy gets the host tensors in its memo, so the device never holds a second model.
     """
@@ -40,8 +41,8 @@ def copy_to_host(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 @contextlib.contextmanager
 def lift_casts() -> Iterator[None]:
     """Context manager in which casts to float32 give float64: `torch.float32` as an argument of a
-    torch function, and `Tensor.float()`. The truth of a float32 model runs inside, because
-    transformers' code casts to float32 in norms and softmax.
+    torch function, and `Tensor.float()`. The reference (the truth) of a float32 model is a float64
+    model that runs inside, because transformers' code casts to float32 in norms and softmax.
 
     The default dtype is float64 as well: without it, `torch.full((),
     torch.finfo(scores.dtype).min)` for float64 scores overflows float32. Only for unpatched models,
@@ -79,10 +80,8 @@ def _widen(value: Any) -> Any:
 
 @contextlib.contextmanager
 def float64_experts(model: nn.Module) -> Iterator[None]:
-    """Context manager in which the model multiplies its experts one after the other, for models in
-    float64.
-
-    torch's grouped matrix products do not support float64.
+    """Context manager in which the model computes its experts (MoE) one after the other, for models
+    in float64. torch's grouped matrix products do not support float64.
     """
     configs = {}
     for module in model.modules():

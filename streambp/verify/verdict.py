@@ -53,9 +53,9 @@ class Distances:
 
     Attributes:
         truth: norm of the truth's gradient, or the truth's loss.
-        streamed: distance of the streamed run.
-        unpatched: distance of the unpatched run.
-        elements: number of elements of the gradient.
+        streamed: distance of the streamed run, or of another method's run, from the truth.
+        unpatched: distance of the unpatched run from the truth.
+        elements: number of elements of the gradient; not read for losses.
     """
 
     truth: float
@@ -66,12 +66,13 @@ class Distances:
 
 @dataclasses.dataclass(frozen=True)
 class ParameterError:
-    """Relative distances of one parameter's gradient from the truth.
+    """Distances of one parameter's gradients from the truth's gradient, divided by the norm of the
+    truth's gradient. The truth is the unpatched model in a wider dtype.
 
     Attributes:
         name: the parameter's name.
-        streamed: distance of the streamed run.
-        unpatched: distance of the unpatched run.
+        streamed: relative distance of the streamed run, or of another method's run.
+        unpatched: relative distance of the unpatched run.
         bar: maximal allowed value of `streamed`.
     """
 
@@ -88,14 +89,15 @@ class ParameterError:
 
 @dataclasses.dataclass(frozen=True)
 class Verification:
-    """Result of `verify`; `str()` is a table.
+    """Result of `verify`; `str()` is a table. Errors are relative to the truth, the unpatched model
+    in a wider dtype.
 
     Attributes:
         exact: True if no problem was found.
-        problems: evidence against exactness; empty if exact.
-        parameters: all parameters with a gradient, worst error first.
-        whole_streamed: relative error of the full gradient, streamed.
-        whole_unpatched: relative error of the full gradient, unpatched.
+        problems: texts about evidence against exactness; empty if exact.
+        parameters: errors of all parameters with a gradient, worst first.
+        whole_streamed: relative error of the streamed gradient of all parameters together.
+        whole_unpatched: relative error of the unpatched gradient of all parameters together.
         loss_streamed: loss of the streamed run.
         loss_unpatched: loss of the unpatched run.
         loss_truth: loss of the truth.
@@ -105,8 +107,9 @@ class Verification:
         seq_len: tokens of the row.
         chunk_size: tokens of a chunk.
         chunks: number of chunks.
-        window: maximal number of keys of a layer with limited attention; None: no such layer.
-        notes: limits of the verdict.
+        window: largest number of keys that a query reads in layers with sliding-window or chunked
+            attention; None: no such layer.
+        notes: texts about limits of the verdict, such as parts of the model that did not stream.
     """
 
     exact: bool
@@ -163,8 +166,8 @@ class Verification:
 
 
 def rate(distances: dict[str, Distances]) -> tuple[tuple[ParameterError, ...], ParameterError]:
-    """Return the errors of each parameter, worst first, and of the full gradient. An error includes
-    `bar`, its allowed maximum.
+    """Return the errors of each parameter, worst first, and of the full gradient (all parameters
+    together). An error includes `bar`, its allowed maximum.
 
     Args:
         distances: distances of the streamed and the unpatched gradient from the truth, by parameter
@@ -228,7 +231,8 @@ def find_problems(
         loss: distances of the losses.
         expected: parameters with a gradient in the unpatched run.
         received: parameters with a gradient in the run.
-        run: the run's name.
+        run: name of the run, "streamed" or "by this method", at the end of messages such as "get
+            none streamed".
     """
     problems = []
     for names, difference in (

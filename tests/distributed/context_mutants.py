@@ -39,7 +39,7 @@ def own_part_alone(self, sums, dtype, heads):
     return [self.to_rank_parts(x)[self.rank].to(dtype).transpose(1, 2) for x in sums]
 
 
-def read_off_the_shard(mask, full_spans, length, position_ids, device, everyones):
+def read_off_the_shard(mask, full_spans, length, position_ids, device, all_parts):
     """Documents as the shard's own positions show them: where parts meet there is none, and others'
     are not known."""
     shard_spans = masks.resolve(mask, len(full_spans.rows), length, position_ids, None, device)
@@ -54,7 +54,7 @@ def read_off_the_shard(mask, full_spans, length, position_ids, device, everyones
 MUTANTS = {
     "shards in rank order": (GatheredShards, "chunk_shards", pieces_in_rank_order),
     "keys in rank order": (GatheredShards, "to_sequence_order", keys_in_rank_order),
-    "own shard's dK and dV only": (GatheredShards, "own_gradient", own_part_alone),
+    "own shard's dK and dV only": (GatheredShards, "own_gradients", own_part_alone),
     "local positions": (GatheredShards, "chunk_shards", pieces_at_local_positions),
     "a mask read off the shard's own positions": (
         sharded_call,

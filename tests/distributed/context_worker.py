@@ -116,7 +116,7 @@ def record_attention(record):
         yield
 
 
-def everyones(mine):
+def all_parts(mine):
     parts = [None] * dist.get_world_size()
     dist.all_gather_object(parts, mine)
     return parts
@@ -163,10 +163,10 @@ def gradients(case, rank, mesh):
             loss, ours, _ = gradients_of(model, batch, items, reduce=False)
     loss, ours = summed(loss, ours)
     result["issued alike"] = all(
-        issued == record["issued"] for issued in everyones(record["issued"])
+        issued == record["issued"] for issued in all_parts(record["issued"])
     )
     result["issued"] = [name for name, _ in record["issued"]]
-    result["pairs"] = everyones(record["pairs"])
+    result["pairs"] = all_parts(record["pairs"])
     result["described"] = str(streambp.describe(model))
     result["operations"] = len(operations)
     if rank == 0:
@@ -227,7 +227,7 @@ def refusal(case, rank, mesh):
             gradients_of(model, batch, items, reduce=False)
     except (StreamBPError, ValueError) as error:
         message = f"{type(error).__name__}: {error}"
-    return {"case": case, "messages": everyones(message)}
+    return {"case": case, "messages": all_parts(message)}
 
 
 def entered(case, rank, mesh):

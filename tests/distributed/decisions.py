@@ -337,7 +337,7 @@ def gathers_where_used():
 
 def tries_alone():
     """A4: a rank tries what is new to it."""
-    return [(calls, "must_agree", lambda module: False)]
+    return [(calls, "ranks_must_agree", lambda module: False)]
 
 
 def stops_in_a_trial():

@@ -98,9 +98,9 @@ def gather(patch, rank, batch, agreed=(0, 0)):
         queue.append([half_batch["attention_mask"].to(torch.uint8) for half_batch in halves])
 
     def all_gather(parts, tensor, group=None):
-        everyones = queue.pop(0)
-        assert torch.equal(tensor, everyones[rank])
-        for part, tensor_of_rank in zip(parts, everyones, strict=True):
+        all_parts = queue.pop(0)
+        assert torch.equal(tensor, all_parts[rank])
+        for part, tensor_of_rank in zip(parts, all_parts, strict=True):
             part.copy_(tensor_of_rank)
 
     patch.setattr(dist, "get_world_size", lambda group=None: 2)

@@ -190,9 +190,9 @@ def test_steps_pay_for_pinning_first(device):
     assert 0 < host.gain < host.unpaid_seconds
     assert "have paid for pinning" in streambp.describe(steps.model).offload
     assert not manager_is_used(steps.model)
-    leaving = host.unpaid_seconds + host.unspent
+    leaving = host.unpaid_seconds + host.saved_up_seconds
     host.price = 3.5 * host.gain / leaving
-    host.unspent = 0.0
+    host.saved_up_seconds = 0.0
     decisions = []
     for _ in range(4):
         assert are_equal(steps(), steps.expected[0])

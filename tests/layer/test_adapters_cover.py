@@ -218,5 +218,6 @@ def variants_are_overlooked(monkeypatch):
 )
 def test_mutants(mutant, kind, calls, float64_oracle, monkeypatch):
     mutant(monkeypatch)
-    with pytest.raises((AssertionError, streambp.StreamBPError)):
+    # RuntimeError: torch.compile fails on an autograd Function that shares a product.
+    with pytest.raises((AssertionError, streambp.StreamBPError, RuntimeError)):
         check(kind, (), "none", 8, 2, calls)

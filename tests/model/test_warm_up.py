@@ -244,7 +244,7 @@ def test_without_gradients(trial_counts):
 def test_sharing_of_prefixes(ranks, trial_counts, monkeypatch):
     """Several ranks make the trial of sharing even if there are hooks."""
     monkeypatch.setattr(calls, "find_tree", functools.partial(find_tree, min_prefix=8))
-    monkeypatch.setattr(calls, "must_agree", lambda module: ranks > 1)
+    monkeypatch.setattr(calls, "ranks_must_agree", lambda module: ranks > 1)
     monkeypatch.setattr(calls, "gather_numbers", lambda module, mine, device: [mine] * ranks)
     config = streambp.StreamConfig(chunk_size=1000, saves=(), rows="packed")
     stock, ours, batch = (

@@ -15,7 +15,7 @@ import torch
 from streambp.offload import host_choice
 from streambp.offload.costs import Cost, LayerCost, LinearOutput
 from streambp.offload.engines import MIN_RATED_BYTES, TO_HOST_QUEUE, Engine
-from streambp.offload.host_choice import HostChoice, MicroBatchShape, StepSpeed, predicted_move
+from streambp.offload.host_choice import HostChoice, MicroBatchShape, StepSpeeds, predicted_move
 from streambp.offload.manager import OffloadManager
 from streambp.offload.transfers import MICRO_BATCH
 
@@ -32,7 +32,7 @@ def costs(layers=4):
 
 
 def predicted(free_bytes=0.0, host=math.inf, forward=100.0, shape=SHAPE):
-    pace = StepSpeed(forward, 2 * forward, 3 * forward, 1e5, 1e5, LINK)
+    pace = StepSpeeds(forward, 2 * forward, 3 * forward, 1e5, 1e5, LINK)
     return predicted_move(costs(), shape, free_bytes, host, pace)
 
 

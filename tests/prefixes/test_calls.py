@@ -485,7 +485,7 @@ def test_one_rank_among_several_does_not_begin_again(monkeypatch, trusted):
     ours.model.layers[1].mlp.register_forward_pre_hook(
         lambda _, args: (args[0] + args[0].roll(1, 1),)
     )
-    monkeypatch.setattr(calls, "must_agree", lambda module: True)
+    monkeypatch.setattr(calls, "ranks_must_agree", lambda module: True)
     monkeypatch.setattr(calls, "gather_numbers", lambda module, mine, device: [mine, mine])
     with pytest.raises(StreamBPError, match="other ranks wait"):
         ours(**batch)
@@ -508,7 +508,7 @@ def test_a_trial_that_fails_in_a_layer_goes_on(error, ranks_agree, monkeypatch):
         return call(layer, args, kwargs)
 
     monkeypatch.setattr(wrappers.LayerForward, "_call", in_layer)
-    monkeypatch.setattr(calls, "must_agree", lambda module: ranks_agree)
+    monkeypatch.setattr(calls, "ranks_must_agree", lambda module: ranks_agree)
     monkeypatch.setattr(calls, "gather_numbers", lambda module, mine, device: [mine, mine])
     monkeypatch.setattr(
         third_party, "HOOKS_ARE_HARMLESS", (*third_party.HOOKS_ARE_HARMLESS, "tests")
@@ -531,7 +531,7 @@ def test_a_rank_without_memory_around_layers_ends_its_forward(monkeypatch):
     """As it would unpatched: rows would begin a forward while other ranks are in the middle of
     another."""
     ours, batch = sharing(build("llama")), make_batch("plain")
-    monkeypatch.setattr(calls, "must_agree", lambda module: True)
+    monkeypatch.setattr(calls, "ranks_must_agree", lambda module: True)
     monkeypatch.setattr(calls, "gather_numbers", lambda module, mine, device: [mine, mine])
 
     def without_memory(module, args):
@@ -560,7 +560,7 @@ def test_a_rank_with_one_row_makes_the_trials_of_the_others(ranks, monkeypatch):
     monkeypatch.setattr(
         admission.PackedRowTrials, "_try", lambda *args: trials.append(1) or real_try(*args)
     )
-    monkeypatch.setattr(calls, "must_agree", lambda module: ranks > 1)
+    monkeypatch.setattr(calls, "ranks_must_agree", lambda module: ranks > 1)
     monkeypatch.setattr(calls, "gather_numbers", lambda module, mine, device: [mine, [mine[0], 1]])
     for _ in range(2):
         ours(**batch)
@@ -578,7 +578,7 @@ def test_ranks_try_a_kind_of_call_together_or_not_at_all(other_rank, monkeypatch
     monkeypatch.setattr(
         admission.PackedRowTrials, "_try", lambda *args: trials.append(1) or real_try(*args)
     )
-    monkeypatch.setattr(calls, "must_agree", lambda module: True)
+    monkeypatch.setattr(calls, "ranks_must_agree", lambda module: True)
 
     def everyones_numbers(module, mine, device):
         return [

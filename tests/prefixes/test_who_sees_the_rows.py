@@ -371,7 +371,7 @@ def test_other_ranks_learn_that_hooks_keep_the_rows(monkeypatch):
     (_, ours), batch, trials, replies = pair(), batches()[0], [], []
     real_try = PackedRowTrials._try
     monkeypatch.setattr(PackedRowTrials, "_try", lambda *args: trials.append(1) or real_try(*args))
-    monkeypatch.setattr(calls, "must_agree", lambda _: True)
+    monkeypatch.setattr(calls, "ranks_must_agree", lambda _: True)
     monkeypatch.setattr(
         calls,
         "gather_numbers",
