@@ -116,7 +116,7 @@ def _datasheet_row(
     peers: float = 0.0,
     network: float = 0.0,
 ) -> Rates:
-    """Return guessed rates of a device: the datasheet's dense bf16 TFLOP/s and TB/s, multiplied by
+    """Return guessed speeds of a device: the datasheet's dense bf16 TFLOP/s and TB/s, multiplied by
     the shares that a device of similar architecture reaches.
 
     Args:
@@ -217,8 +217,9 @@ def device_of(memory: int) -> str | None:
 
 
 def assumed_rates(memory: int) -> Rates:
-    """Return the rates of the most usual device with `memory` bytes. If no device has that size,
-    return those of the device with the nearest size."""
+    """Return the speeds (FLOP/s, bytes/s) of the most usual device with `memory` bytes, to predict
+    seconds if the user named no device. If no device has that size, return those of the device with
+    the nearest size. `Rates.assumed` is True in the result."""
     name = device_of(memory)
     if name is None:
         name = min(
@@ -229,8 +230,8 @@ def assumed_rates(memory: int) -> Rates:
 
 
 def rates_by_name(name: str) -> Rates | None:
-    """Return the rates of a device by the name that its driver reports; None for an unknown
-    device."""
+    """Return a device's speeds (FLOP/s, bytes/s) by the name that its driver reports; None for an
+    unknown device."""
     longest = ""
     for device in DEVICES:
         pattern = "[ -]?".join(device.replace("-", ""))
@@ -240,8 +241,8 @@ def rates_by_name(name: str) -> Rates | None:
 
 
 def rates_of(name: str | Path | Rates) -> Rates:
-    """Return the `Rates` of a device by its name in `DEVICES`, or from a file that `streambp plan
-    --measure-device` wrote. A `Rates` object is returned unchanged.
+    """Return the speeds of a device (`Rates`: FLOP/s, bytes/s) by its name in `DEVICES`, or from a
+    file that `streambp plan --measure-device` wrote. A `Rates` object is returned unchanged.
 
     Raises:
         ConfigError: no device has the name, and no such file exists.

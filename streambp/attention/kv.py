@@ -162,10 +162,11 @@ class KVBuffer:
 
         Args:
             blocks: the blocks.
-            gradients: True in backward. K and V must then be unchanged since forward.
+            gradients: True in backward: first check that K and V are unchanged since forward. False
+                in forward: no check. The result is the same.
 
         Raises:
-            BackwardError: the layer has written to K or V after attention read them.
+            BackwardError: in backward, the layer has written to K or V after attention read them.
         """
         if self.packed is not None:
             self.v = pad_columns(self.v, self.packed)

@@ -156,8 +156,13 @@ def _picture(rows: Sequence[PhaseComparison], top: float, lines: int) -> str:
 
 
 def _parts(rows: Sequence[PhaseComparison]) -> str:
-    """Return the labels below the picture as HTML, the names of the phases. Consecutive phases of
-    the same kind, for example the forwards of all layers, share a label."""
+    """Return the labels below the chart of a step's memory (`_picture`) as HTML. The chart has one
+    column for each phase, and a label is a phase's name. Consecutive phases of one kind share a
+    label: "forward" for the forwards of all layers, for example.
+
+    Args:
+        rows: the phases of the step in order, of which only the names are read.
+    """
     runs: list[list[str]] = []
     for row in rows:
         first = row.phase.partition(" ")[0]

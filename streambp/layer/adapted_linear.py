@@ -461,8 +461,9 @@ def _forward(ctx: Any, work: AdaptedLinearArguments, x: Tensor, weight: Tensor) 
 
 def _thin_operand(work: AdaptedLinearArguments, rows: Tensor) -> Tensor:
     """Return x A^T for the Linear's input `rows` [n, in], as left operand of a product with
-    `work.b.stack`: [n, parts * rank + bias rows]. The columns are x A^T, split into rounded values
-    and rounding errors if needed, and ones for the bias rows."""
+    `work.b.stack`: [n, parts * rank + bias rows]. There are 1 to 3 parts (`work.b.parts`) of `rank`
+    columns each: rounded values, rounding errors, rounded values again. A column of ones follows
+    for each row of biases in `work.b.stack`."""
     if work.shared is not None:
         return left_operand(work.shared.take_product(work.member_index), work.b)
     products = [thin_product(group.read(rows), group.factor) for group in work.groups]
@@ -564,7 +565,10 @@ def _adapter_gradients(
         of_a: gradients of all A of the Linear, one below the other, [rank, in]; None: no A needs a
             gradient, or `SharedInput` computes the gradients of A.
         flat: gradient of the Linear's output, [n, out].
-        thin_parts: x A^T as returned by `_thin_operand`, [n, parts * rank + bias rows].
+        thin_parts: x A^T from `_thin_operand`, [n, parts * rank + bias rows]. There are 1 to 3
+            parts, `work.b.parts`, of `rank` columns each: rounded values, rounding errors, rounded
+            values again. A column of ones follows for each row of biases in `work.b.stack`; these
+            columns are not read.
     """
     of_b: Tensor | None = None
     if any(needs[1::3]):

@@ -464,9 +464,13 @@ class LinearWithKnownOutput(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of x [..., in], weight [out, in] and bias [out], then None for
-        `value` and `add`, from the output's gradient `grad` [..., out]. If `add` was passed to
-        forward, `add` sums the weight's gradient, and None is returned for the weight."""
+        """Return the gradients of forward's arguments, from the output's gradient `grad` [...,
+        out]: x [..., in], weight [out, in], bias [out]. None follows for `value`, the saved output,
+        and for `add`.
+
+        If the argument `add` of forward is a function, the weight's entry is None as well. The
+        function then adds the weight's gradient, the product of two matrices, to a sum over chunks.
+        """
         x, weight = ctx.saved_tensors
         flat = grad.flatten(0, -2)
         # [..., in]

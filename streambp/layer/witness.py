@@ -402,16 +402,17 @@ def _find_changed(pairs: list[ValuePair]) -> list[ValuePair]:
 
 
 def _differ(group: list[ValuePair], dtype: torch.dtype, tolerance: float) -> Tensor:
-    """Return a bool tensor [len(group)]: True if a pair of values, from forward and backward,
-    differs by more than the tolerance. Pairs with NaN, which skipped Linears return, do not count
-    as different.
+    """Return a bool tensor [len(group)]: True if a pair of values, from a layer's forward and from
+    its recomputation in backward, differs by more than the tolerance. A pair with NaN gives False.
+    Linears whose output values no code reads return NaN instead of computing their output.
 
     Args:
-        group: pairs of values with the same shape, dtype and device. All of them have an
-            `unchanged` term, or none.
+        group: pairs of values with the same shape, dtype and device. `ValuePair.unchanged` is a
+            tensor in all pairs, or None in all. Such a tensor is a term that both values contain,
+            for example the residual connection's input.
         dtype: the dtype of the values.
-        tolerance: allowed norm of the difference, relative to the norm of the value in backward
-            without the `unchanged` term.
+        tolerance: allowed norm of the difference, relative to the norm of the recomputed value. The
+            tensor `unchanged`, if there is one, is first subtracted from this value.
     """
     wide = torch.promote_types(dtype, torch.float32)
     with torch.no_grad(), contextlib.ExitStack() as stack:

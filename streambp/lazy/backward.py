@@ -69,14 +69,15 @@ class StatisticsTerm:
         self.further: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def add(self, gradient: StatisticsGradient) -> None:
-        """Add the gradients of one result of the logits, for example of each token's
-        log-probability, to this term's sums. `pick` sums gradients of the label's logit, `lse` of
-        the logsumexp, and `mean` of the mean. Backward calls this method once for each result,
-        before `compute_gradients`.
+        """Add the gradients for one tensor that the program computed from the logits, such as each
+        token's log-probability. `gradient` has gradients [N] with respect to each token's softmax
+        statistics: its label's logit, the logsumexp and the mean of its logits. The sums are
+        `pick`, `lse` and `mean` [M], for M positions of the logits. Backward calls this method once
+        for each such tensor, before `compute_gradients` uses the sums.
 
         A position's label is stored in `labels` and its gradient in `pick`, one label for each
-        position. If a position occurs twice in the result, or has a label from an earlier result,
-        the label gradients of the result are appended to the list `further`.
+        position. If a position occurs twice in `gradient`, or has a label from an earlier call, all
+        label gradients of this call are appended to the list `further`.
         """
         positions = gradient.positions
         if gradient.pick is not None:

@@ -403,9 +403,11 @@ class StatisticsCalculation:
     mean: bool = False
 
     def with_padding(self) -> StatisticsCalculation:
-        """Return a copy that reads the logits from `LazyHead.with_padding`. If padding was left out
-        of the hidden states and this statistic reads logits at padding, the batch is computed once
-        more with padding. [Note: padding that is read]"""
+        """Return the calculation that runs in place of this one, with the same statistics.
+        `LazyHead.with_padding` checks if this calculation reads logits at padding while the hidden
+        states come from a packed row, which has no padding. The hidden states of the batch with
+        padding are then computed once more, and the result reads their logits. Otherwise the result
+        reads the same logits. [Note: padding that is read]"""
         return dataclasses.replace(self, reading=self.reading.head.with_padding(self.reading))
 
     def inputs(self) -> list[Tensor]:
@@ -456,9 +458,10 @@ class FunctionCalculation:
     node: Node
 
     def with_padding(self) -> FunctionCalculation:
-        """Return a calculation that may read logits at padding: this object, or a copy. If padding
-        was left out of the hidden states and the recorded function reads logits at padding, the
-        batch is computed once more with padding. [Note: padding that is read]"""
+        """Return a calculation that may read logits at padding: this object, or a copy. Hidden
+        states of a packed row have no padding. If the recorded function reads logits at padding of
+        such a batch, the hidden states with padding are computed once more. [Note: padding that is
+        read]"""
         if all(reading.head.recipe.late_padding is None for reading in readings(self.node)):
             return self
         return FunctionCalculation(

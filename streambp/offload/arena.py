@@ -27,12 +27,13 @@ def padded(size: int) -> int:
 
 @dataclasses.dataclass(eq=False)
 class BufferStack:
-    """Host memory that is allocated range after range and freed all at once, like a stack. A full
-    stack grows by another segment of memory.
+    """Host memory from which ranges are taken one behind the other, like from a stack. No single
+    range is freed: `Arena.give_back` frees all ranges at once. A full stack grows by another
+    segment of memory. The next range begins at byte `_top` of segment `_segment`.
 
     Attributes:
-        kind: purpose of the stack, such as "micro-batch". Stacks of the same kind grow to similar
-            sizes.
+        kind: purpose of the stack, such as "micro-batch". `Arena` reuses the stack only for the
+            same purpose, which needs a similar number of bytes each time.
         segments: the memory, as tensors [bytes] in uint8.
         size: bytes of all segments.
         used_bytes: bytes of the allocated ranges.

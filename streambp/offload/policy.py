@@ -403,8 +403,9 @@ class SavesPolicy:
         )
 
     def _shrink(self, saved: Any, tokens: int) -> None:
-        """Choose fewer saved tensors for the remaining layers, or free all saved tensors, if less
-        memory is free than planned.
+        """Choose fewer saved tensors for this and the later layers, if less memory is free than
+        planned. If the missing bytes are more than these layers would save, free the saved tensors
+        of all layers on this device. This and the later layers then save only their inputs.
 
         Args:
             saved: the running layer's record of saved tensors (`SavedForBackward`).

@@ -294,8 +294,9 @@ class ModelStates:
     def _count(self, device: torch.device) -> StepFigures:
         """Return predictions for the model's present state (`StepFigures`).
 
-        A step is counted on a copy of the model with meta tensors, unless an earlier process stored
-        the count. If no step can be counted, the memory is the result of `upper_bound_of_step`.
+        A step is counted: it runs on a copy of the model with meta tensors, and its bytes and FLOPs
+        are added up. A count that an earlier process stored in a file is used instead. If no step
+        can be counted, the memory is the result of `upper_bound_of_step`.
 
         Args:
             device: device of the step.
@@ -422,8 +423,9 @@ class ModelStates:
 
 def gradient_shares(model: nn.Module) -> tuple[float, float]:
     """Return the fraction of gradients that a step adds to this rank's memory, and the bytes of
-    weights that an engine gathers at once. (1, 0) if no engine (ZeRO-3, FSDP2) shards parameters.
-    Both numbers correct a count of a step's memory, which assumes one rank with full parameters.
+    weights that an engine gathers at once. The result is (1, 0) if no engine (ZeRO-3, FSDP2) shards
+    parameters. Both numbers correct a prediction of a step's memory that assumes one rank with full
+    parameters.
 
     At most two layers are gathered at once, or the head, whose weight is held until its backward.
 
@@ -484,8 +486,9 @@ def host_figures(
 
 
 def run_in_thread(work: Callable[[], T]) -> T:
-    """Return `work()`, the count of a step, run in a new thread so that autograd, autocast and
-    dispatch modes of the current thread do not apply.
+    """Return `work()`, run in a new thread so that autograd, autocast and dispatch modes of the
+    current thread do not apply. `work` runs a training step on tensors without data, to count its
+    bytes and FLOPs.
 
     The state of torch's default random generator is restored afterwards.
     """
@@ -518,12 +521,13 @@ def _skeleton(model: nn.Module, cast: torch.dtype | None) -> Skeleton:
 
 
 def _law(model: nn.Module, config: StreamConfig, cast: torch.dtype | None) -> StepNeed | str:
-    """Return the predicted bytes of a step on a GPU (`StepNeed`). If the step cannot be counted on
-    meta tensors, return the reason as text.
+    """Return the predicted bytes of a training step on a GPU (`StepNeed`), as functions of a row's
+    and a chunk's tokens, for a batch of one row. The step is run on a copy of the model with meta
+    tensors. If this is impossible, return the reason as text.
 
     Args:
         model: the patched model.
-        config: its settings.
+        config: its settings; each layer saves its input and the tensors that `config.saves` names.
         cast: dtype to which autocast casts float32 weights; None: autocast is off.
     """
     offload: Literal["none", "cpu"] = "cpu" if config.always_moves else "none"
@@ -560,8 +564,8 @@ def _costs(
     devices: Mapping[int, torch.device],
     cast: torch.dtype | None,
 ) -> dict[int, LayerCost]:
-    """Return bytes and FLOPs of the tensors that each layer may save, by layer index; {} if they
-    cannot be counted on meta tensors.
+    """Return bytes and FLOPs of the tensors that each layer may save, by layer index; {} if a step
+    of the model cannot run on meta tensors.
 
     Args:
         model: the patched model.

@@ -167,8 +167,8 @@ def predict_padded_and_packed(
     """Return the fastest step of a batch with padded rows, and the fastest step of the batch as one
     packed row.
 
-    The steps are compared over all methods and chunk sizes. If no step fits in memory, the step
-    with the lowest peak is returned.
+    The steps are compared over all methods (ways to run a step) and chunk sizes. If no step fits in
+    memory, the step with the lowest peak is returned.
 
     Args:
         profile: the model's counted costs for one row (batch_size 1).

@@ -49,9 +49,9 @@ class PhaseMemory:
 def unroll(
     spans: Sequence[Span], shrunk_model: ShrunkModel
 ) -> tuple[list[PhaseMemory], float, dict[str, Work], tuple[float, ...]]:
-    """Return the phases of the full model's step, from a counted step of a model with only
-    representative layers. Each counted layer represents all layers of its kind, which have the same
-    structure.
+    """Return the phases of the full model's step, computed from the phases of a counted step. A
+    counted step is one of a model with only a few layers, run on tensors without data. Each of
+    these layers represents all layers of its kind, which have the same structure.
 
     Args:
         spans: phases of the counted step, in order.
@@ -118,15 +118,16 @@ def fit(
     points: Sequence[Point], phases: Sequence[Sequence[PhaseMemory]], shrunk_model: ShrunkModel
 ) -> tuple[Phase, ...]:
     """Return the memory of each phase as a linear function of T (a row's tokens), C (a chunk's
-    tokens) and the number of chunks. The functions are fitted through counts at several (T, C).
+    tokens) and the number of chunks. The functions are fitted through steps that were counted at
+    several (T, C), on tensors without data.
 
     Layers of one kind have the same structure. The result has the phases of the first and the last
     layer of each kind: bytes rise or fall evenly between the two, which bound all others. A phase
     may be in the result twice; its memory is then the larger of the two values.
 
     Args:
-        points: (T, C) of each count: tokens of a row, and tokens of a chunk.
-        phases: the phases of each count's step, in order.
+        points: (T, C) of each counted step: tokens of a row, and tokens of a chunk.
+        phases: the phases of each counted step, in order.
         shrunk_model: the kind of each layer of the full model.
     """
     fitted = []

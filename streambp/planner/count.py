@@ -11,9 +11,9 @@ the same except for dK and dV. Memory-efficient attention receives one key head 
 and allocates dQ, dK and dV in float32. A dispatch mode cannot observe these allocations, so their
 sizes are computed here from the operators' arguments.
 
-Several torch operations of a count may replace one kernel of the GPU (a Triton kernel, a kernel of
-another package, a copy). Allocations and FLOPs are then those of the operations, and bytes read and
-written are those of the kernel.
+Several torch operations of a counted step may replace one kernel of the GPU (a Triton kernel, a
+kernel of another package, a copy). Allocations and FLOPs are then those of the operations, and
+bytes read and written are those of the kernel.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ class LiveBytes(TorchDispatchMode):
         return sum(size for number, size, _ in self._alive.values() if first <= number < stop)
 
     def _track(self, storage: torch.UntypedStorage) -> None:
-        """Add a new storage's bytes to the count, and register the subtraction for when the storage
-        is freed."""
+        """Add a new storage's bytes to `live`, and register the subtraction for when the storage is
+        freed."""
         key = storage._cdata
         size = storage.nbytes()
         self._alive[key] = (
@@ -122,7 +122,7 @@ class LiveBytes(TorchDispatchMode):
             self.largest = size
 
     def _subtract_freed(self, key: int, _: Any) -> None:
-        """Subtract the bytes of a storage from the count. The storage's weak reference calls this
+        """Subtract the bytes of a storage from `live`. The storage's weak reference calls this
         method with the storage's `key` when the storage is freed."""
         self.live -= self._alive.pop(key)[1]
 
@@ -174,10 +174,10 @@ class ShapeCache:
     """Cache of the output shapes of torch operations on meta or fake tensors, by the shapes of the
     inputs.
 
-    A step repeats a few hundred operations thousands of times, and a count spends most of its time
-    on torch's inference of output shapes. A cached operation is not run again: its result is a new
-    tensor of the stored shape. The result is the first argument for an in-place operation, and the
-    argument `out` for an operation that has it.
+    A step on such tensors repeats a few hundred operations thousands of times, and would spend most
+    of its time on torch's inference of output shapes. A cached operation is not run again: its
+    result is a new tensor of the stored shape. The result is the first argument for an in-place
+    operation, and the argument `out` for an operation that has it.
 
     Args:
         mode: mode of the fake tensors; None: the tensors are on meta.
@@ -349,14 +349,14 @@ class AllocatedBytes(contextlib.nullcontext[None]):
 
 
 class StepCount(LiveBytes):
-    """Dispatch mode that counts a step on meta or fake tensors: bytes in use (like `LiveBytes`),
-    FLOPs, and bytes read and written.
+    """Dispatch mode that counts the costs of a training step, which runs inside on meta or fake
+    tensors. The costs are bytes in use (like `LiveBytes`), FLOPs, and bytes read and written.
 
     Args:
         kernels: "flash" or "cudnn": add the workspaces of these attention kernels to the peak;
             None: add none.
-        shapes: cache of the output shapes and costs of operations, which several counts may share;
-            None: a new cache.
+        shapes: cache of the output shapes and costs of operations, which several `StepCount`s may
+            share; None: a new cache.
     """
 
     def __init__(self, kernels: str | None, shapes: ShapeCache | None = None) -> None:
@@ -411,7 +411,7 @@ class StepCount(LiveBytes):
 
     def _count_first(self, func: Any, args: Any, kwargs: Any, key: Any) -> Any:
         """Return the result of an operation that is not in the cache of shapes, add its cost to the
-        count, and add the operation to the cache.
+        costs of the step, and add the operation to the cache.
 
         Operations that read values of a tensor without data get assumed values. Conditions are
         true, and each expert gets an equal share of the tokens.
@@ -503,7 +503,8 @@ class StepCount(LiveBytes):
         return output  # type: ignore[no-any-return]
 
     def _count(self, operation: CachedCall) -> None:
-        """Add the cost of one call of an operation. Inside `one_kernel` only FLOPs are added."""
+        """Add the cost of one call of an operation to the costs of the step. Inside `one_kernel`
+        only FLOPs are added."""
         if self._kernel_depth:
             self.add(operation.work._replace(traffic=0.0, dispatches=0.0))
         else:
@@ -520,15 +521,15 @@ Count = TypeVar("Count", bound=StepCount)
 
 
 def running_counts(kind: type[Count]) -> list[Count]:
-    """Return the active dispatch modes of class `kind`, such as `StepCount`. The replacement of a
-    kernel adds the kernel's cost to these counts."""
+    """Return the active dispatch modes of class `kind`, such as `StepCount`, which add up a step's
+    bytes and FLOPs. The replacement of a kernel adds the kernel's cost to these modes."""
     return [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, kind)]
 
 
 def add_flops(number: float, byte_count: float = 0.0) -> None:
-    """Add `number` FLOPs and `byte_count` read and written bytes to all active counts
-    (`StepCount`). The numbers belong to matrix products of a kernel that the kernel's replacement
-    does not compute."""
+    """Add `number` FLOPs and `byte_count` read and written bytes to all active `StepCount`s, the
+    modes that add up a step's costs. The numbers belong to matrix products of a kernel that the
+    kernel's replacement does not compute."""
     for count in running_counts(StepCount):
         count.add(Work(number, traffic=byte_count))
 
@@ -536,8 +537,8 @@ def add_flops(number: float, byte_count: float = 0.0) -> None:
 @contextlib.contextmanager
 def one_kernel(traffic: float, to_host: float = 0.0, from_host: float = 0.0) -> Iterator[None]:
     """Context manager in which all operations together count as one kernel launch with the given
-    bytes. The operations' own bytes and dispatches are not counted, their FLOPs and allocations
-    are.
+    bytes, in all active `StepCount`s. The operations' own bytes and dispatches are not counted,
+    their FLOPs and allocations are.
 
     Args:
         traffic: bytes that the kernel reads and writes on the device.

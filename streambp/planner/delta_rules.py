@@ -121,8 +121,9 @@ class DeltaRuleSizes:
         return x.new_empty(self.rows, self.tokens, self.heads, self.keys)
 
     def flops(self, between: int, within: int) -> None:
-        """Add the FLOPs of the kernel's products of tokens with states, and of tokens with the
-        tokens of their block, to the active counts (`StepCount`).
+        """Add the FLOPs of the kernel to all active `StepCount`s, the modes that add up a step's
+        costs. They are those of products of tokens with states, and of tokens with the tokens of
+        their block.
 
         Args:
             between: number of products with a state.

@@ -174,8 +174,8 @@ def fuse_layers(model: nn.Module, by: Fusion | None) -> int:
 
 
 def is_ligers(function: Any) -> bool:
-    """True if a function or method is defined in a file of liger-kernel; a count replaces it,
-    because its kernel needs data."""
+    """True if a function or method is defined in a file of liger-kernel. Its kernel needs data, so
+    the function is replaced while memory is counted on tensors without data."""
     return str(getattr(function, "__module__", "")).partition(".")[0] == LIGER
 
 

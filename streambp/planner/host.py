@@ -16,8 +16,8 @@ from streambp.planner.skeleton import Skeleton
 
 
 class UncountedHost(Engine):
-    """Offload engine for a run in which the planner counts a step's device memory. Host memory is
-    allocated outside of the count: the run has a single device, the CPU or meta, so this memory
+    """Offload engine for a run in which the planner adds up a step's device memory. Host memory is
+    allocated outside of this sum: the run has a single device, the CPU or meta, so host memory
     would be counted as device memory. Copies are synchronous.
 
     Args:
@@ -58,10 +58,10 @@ class UncountedHost(Engine):
 
 
 class CountingManager(OffloadManager):
-    """Offload manager that counts the host bytes of a step, without real copies to pinned memory.
+    """Offload manager that adds up the host bytes of a step, without real copies to pinned memory.
 
-    The count is the sum of the tensors that are stored until backward. If a layer's keys and values
-    are streamed from the host, those of the largest layer are added.
+    The sum has the bytes of the tensors that are stored until backward. If a layer's keys and
+    values are streamed from the host, those of the largest layer are added.
 
     Args:
         layers: number of layers of the model.

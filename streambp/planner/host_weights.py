@@ -67,10 +67,11 @@ def device_gradients(
     phases: Sequence[tuple[str, float]], on_host: HostLayers | None
 ) -> list[float]:
     """Return the bytes of gradients on the device in each phase of a step, if gradients of some
-    layers move to the host.
+    layers move to the host. A phase is the forward or backward of a layer, for example.
 
     Args:
-        phases: (name, bytes of gradients) of each phase of the step, in order.
+        phases: (name, bytes of gradients) of each phase of the step, in order. A name is "backward
+            35", for example, in which layer 35's backward runs.
         on_host: the first layers of the model, whose weights are in host memory and whose gradients
             move there; None: no layer.
     """

@@ -2,8 +2,8 @@
 plain attention once for each shape. Other Triton kernels are refused.
 
 Plain attention and merges of its outputs run dozens of operations for each block of queries and
-keys. A count has thousands of blocks, of a few shapes. Allocations and work of a block depend on
-shapes alone, and nothing but the results remains. So a count runs one call of each shape. Later
+keys. A step has thousands of blocks, of a few shapes. Allocations and work of a block depend on
+shapes alone, and nothing but the results remains. So only one call of each shape is run. Later
 calls add the same work and the same peak, and return new tensors.
 """
 
@@ -54,8 +54,8 @@ class CountedCall:
 
 class CountedCalls:
     """Runs functions on meta or fake tensors, once for each combination of input shapes. Later
-    calls with the same shapes add the memory and cost of the first call to the count, and return
-    new tensors. A count has thousands of calls, of a few shapes.
+    calls with the same shapes return new tensors, and add the memory and cost of the first call to
+    the active `StepCount`. A step has thousands of calls, of a few shapes.
 
     Args:
         shapes: cache that creates tensors without data.
@@ -109,7 +109,7 @@ class CountedCalls:
         `key` for later calls.
 
         Args:
-            count: the running count.
+            count: the active dispatch mode that adds up the step's bytes and FLOPs.
             key: the function, the shapes and other values that decide memory and cost.
             call: runs the function with its arguments.
         """

@@ -151,13 +151,14 @@ def features(tokens: float, chunk: float, keys: float = 0.0, k_block: int = 0) -
 
 
 def fit_bytes(points: Sequence[Point], values: Sequence[Sequence[float]]) -> list[Law]:
-    """Return bytes as linear functions of T, C and the number of chunks, fitted through counts.
+    """Return bytes as linear functions of T, C and the number of chunks, fitted through counted
+    steps. T is the tokens of a row, and C the tokens of a chunk.
 
     The coefficients of each function are the constant, per T, per C and per chunk. There is no
     slope in C if all points have C = 0, and none per chunk for only three points.
 
     Args:
-        points: (T, C) of each count: tokens of a row, and tokens of a chunk.
+        points: (T, C) of each counted step.
         values: [points, n], counted bytes of n phases at each point.
 
     Returns:
@@ -182,12 +183,13 @@ def fit_work(
     count_of_own: int | None = None,
     encoder: Encoder = "",
 ) -> PhaseLaws:
-    """Return the costs of one kind of phase as linear functions of the features, fitted through
-    counts at several (T, C). The number of coefficients is at most the number of points.
+    """Return the costs of one kind of phase as linear functions of the features (T, C, number of
+    chunks and so on), fitted through counted steps. T is the tokens of a row, and C the tokens of a
+    chunk. The number of coefficients is at most the number of points.
 
     Args:
-        name: the kind of phase, such as "forward".
-        points: (T, C) of each count: tokens of a row, and tokens of a chunk.
+        name: the kind of phase, such as "forward" of all layers.
+        points: (T, C) of each counted step.
         costs: the counted costs at each point.
         k_block: number of keys in an attention block, the part of the keys that one kernel call
             reads.

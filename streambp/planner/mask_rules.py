@@ -38,7 +38,8 @@ def _position_rectangles(
     mask: LazyMask, batch_size: int, length: int, device: torch.device
 ) -> Spans | DenseMask:
     """Return the keys that each query reads in bidirectional attention, for a batch whose tensors
-    (on meta, or fake) have no values. Replaces `masks.rectangular_spans` during a count.
+    (on meta, or fake) have no values. Replaces `masks.rectangular_spans` while a step is run on
+    such tensors to count its memory and FLOPs.
 
     The result is a `DenseMask` if the mask can be evaluated from positions and a query does not
     read all keys. Otherwise it is the result of `masks.rectangular_spans`.

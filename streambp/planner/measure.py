@@ -196,10 +196,10 @@ def _step(model: nn.Module, ids: Tensor) -> StepRecord:
 
 
 def uncount_host(model: nn.Module) -> None:
-    """Replace the object that offloads tensors of a patched CPU model (`OffloadManager`), so that a
-    count of live storages does not include the offloaded copies. The count would otherwise include
-    the copies, because device and host are both the CPU. Models without offloading stay as they
-    are."""
+    """Replace the object that offloads tensors of a patched CPU model (`OffloadManager`), so that
+    the sum of live storages' bytes does not include the offloaded copies. The sum would otherwise
+    include the copies, because device and host are both the CPU. Models without offloading stay as
+    they are."""
     installed: PatchState = model._streambp  # type: ignore[assignment]
     layer_states = installed.steps.layer_states
     if layer_states and layer_states[0].config.always_moves:

@@ -1,5 +1,5 @@
-"""Measure a device's rates from the runtime of typical kernels: about three seconds and 2 GiB on a
-GPU.
+"""Measure a device's speeds (FLOP/s, bytes/s; `Rates`) from the runtime of typical kernels: about
+three seconds and 2 GiB on a GPU.
 
 Kernels run faster alone than inside a step, where they share power and heat. On an H200, products
 sustained 0.87 of their rate alone and attention 0.95. A GPU is therefore heated for a second first,

@@ -3,9 +3,10 @@ tensors without data.
 
 transformers' layers call globals of their modeling module, or attributes of the layers. These
 functions are kernels of an installed package, or else transformers' own plain torch. Plain torch
-allocates differently and loops over blocks of tokens in Python. During a count, replacements make
-the kernels' allocations (`delta_rules`, `state_spaces`). The functions are recognized by their
-parameters, not by a model's name.
+allocates differently and loops over blocks of tokens in Python. While a step is run on tensors
+without data, to count its memory and FLOPs, replacements make the kernels' allocations
+(`delta_rules`, `state_spaces`). The functions are recognized by their parameters, not by a model's
+name.
 
 Before transformers 5.15 most plain torch code is inside the layers' own methods and not a function.
 The count then uses that code, and `assumed_kernels` reports it; such layers run unchunked.
@@ -157,7 +158,8 @@ def mixers_of(model: nn.Module) -> list[tuple[dict[str, Any], str, MixerKernel]]
 
 def globals_of(model: nn.Module) -> list[dict[str, Any]]:
     """Return the namespaces (`__globals__`) of the files that define the forwards of a model's
-    modules, in which a count replaces functions.
+    modules. Functions in them are replaced while memory and FLOPs are counted on tensors without
+    data.
 
     Several classes of one file share a namespace, which is returned once. Namespaces of torch
     itself are left out.
@@ -242,9 +244,9 @@ def is_installed(package: str) -> bool:
 
 
 def assumed_kernels(model: nn.Module, mixers: Mixers) -> str:
-    """Return text about the count of recurrent and convolutional layers: the packages whose kernels
-    were assumed, and the packages in whose place plain torch was counted. "" if the model has no
-    such layers.
+    """Return text about the counted costs of recurrent and convolutional layers: the packages whose
+    kernels were assumed, and the packages in whose place plain torch was counted. "" if the model
+    has no such layers.
 
     Args:
         model: the model.

@@ -129,13 +129,14 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class LongestSequence:
-    """Longest sequence with which a training step of one method fits into memory.
+    """Longest sequence with which a training step of one method (way to run a step) fits into
+    memory.
 
     Attributes:
         method: name of the `Method`, such as "checkpointing" or "streambp saves attn_out".
         seq_len: positions of the sequence; 0 if no sequence fits.
         binds: cause that longer sequences do not fit: name of the phase that exceeds the GPU's
-            memory, or "host memory".
+            memory, such as "backward 35" (of layer 35), or "host memory".
     """
 
     method: str
@@ -145,8 +146,8 @@ class LongestSequence:
 
 @dataclasses.dataclass(frozen=True)
 class MethodStep:
-    """Predicted seconds of a step of one method at the plan's sequence length. The chunk size is
-    the fastest that fits into memory, or the smallest if none fits.
+    """Predicted seconds of a step of one method (way to run a step) at the plan's sequence length.
+    The chunk size is the fastest that fits into memory, or the smallest if none fits.
 
     Attributes:
         method: name of the `Method`, such as "checkpointing" or "streambp saves attn_out".
@@ -249,8 +250,9 @@ class Plan:
 
     @property
     def next_fastest(self) -> tuple[MethodStep, ...]:
-        """Return the predicted steps of the two fastest methods besides the method of `choice`, the
-        faster first. Only methods that compute in chunks and fit into memory count."""
+        """Return the predicted steps of the two fastest methods (ways to run a step) besides the
+        method of `choice`, the faster first. Only methods that compute in chunks and fit into
+        memory count."""
         if self.choice is None:
             method = None
         else:
@@ -298,7 +300,7 @@ def plan(
         model_or_config, batch_size, lora, bits, dtype, device, attention, mixers, kernels: the
             model, its number of rows and the assumed kernels, as in `estimate`.
         setting: GPUs, ZeRO stage and optimizer; `Setting()` if None.
-        rates: rates of the GPU, for seconds: a name in `rates.DEVICES`, a file of
+        rates: speeds of the GPU, for seconds: a name in `rates.DEVICES`, a file of
             `--measure-device`, or `Rates`.
         cache: store the counted profile for later plans of this model, and reuse a stored one.
         said: progress callback; arguments are a text and the finished fraction.

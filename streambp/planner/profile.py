@@ -214,7 +214,7 @@ class Profile:
         trained: bytes that each layer's trained weights take in host memory, if moved there; 0 for
             layers with frozen weights.
         without_adapters: names of the layers' Linears that peft refuses to adapt.
-        assumed: texts on what the count assumes of a model that is no causal language model.
+        assumed: texts on what the counted costs assume of a model that is no causal language model.
     """
 
     model: str

@@ -1,4 +1,5 @@
-"""Count a model's steps, or read the counted profile from an earlier plan's file.
+"""Count memory and FLOPs of a model's steps, run on tensors without data, or read these numbers
+(`Profile`) from an earlier plan's file.
 
 A profile depends on the configuration, on the options of the count, and on code. Code means this
 package's sources, the versions of torch, transformers and peft, and the set of installed kernel
@@ -116,7 +117,7 @@ def count_profile(
     """Return a model's counted memory and costs (`Profile`), for several ways to run a step.
 
     Args:
-        request: the model and the options of the count.
+        request: the model, and the assumptions about dtype, kernels and so on.
         recipes: the ways to run a step, such as gradient checkpointing.
         cache: True: read the profile from a file of an earlier, equal count in `folder()`, or count
             and write this file. False: always count. A built model (`nn.Module`) is always counted.
@@ -173,8 +174,8 @@ def folder() -> Path:
 
 def code_in_use() -> list[Any]:
     """Return a list of three: versions of libraries, installed packages with kernels, and a digest
-    of this package's sources. A count depends on all three, and a cached count is used only if
-    these are unchanged."""
+    of this package's sources. The memory and FLOPs that are counted for a model depend on all
+    three. Numbers in a file are used only if these are unchanged."""
     packages = sorted({LIGER, *(kernel.package for kernel in MIXER_KERNELS)})
     versions = dict.fromkeys(VERSIONED_PACKAGES, "")
     for package in VERSIONED_PACKAGES:
@@ -236,8 +237,8 @@ def write_file(file: Path, data: dict[str, Any]) -> None:
 
 
 def _source() -> str:
-    """Return a digest of the paths and contents of this package's Python files. A cached count with
-    another digest is outdated."""
+    """Return a digest of the paths and contents of this package's Python files. A cached profile (a
+    model's counted memory and FLOPs) with another digest is outdated."""
     source_hash = hashlib.sha256()
     for path in sorted(PACKAGE_FOLDER.rglob("*.py")):
         source_hash.update(path.relative_to(PACKAGE_FOLDER).as_posix().encode() + path.read_bytes())

@@ -183,9 +183,10 @@ def headline(profile: Profile, setting: Setting) -> str:
 
 
 def _choice(plan: Plan) -> list[str]:
-    """Return lines of the plan's text: the chosen settings with their cost, `patch(model)` without
-    settings, and the memory (GPU or host) that longer sequences exceed first. If no step fits, the
-    first line says so."""
+    """Return lines of the plan's text: the chosen settings with their cost. Other lines have the
+    prediction for `patch(model)` without settings (chunk size, saved tensors, peak, seconds), if
+    there is one. The last lines name the memory (GPU or host) that longer sequences exceed first,
+    and changes that help. If no step fits, the first line says so."""
     if plan.choice is None:
         reason = excess_text(plan)
         lines = [
@@ -413,7 +414,7 @@ def _chosen_lines(plan: Plan, choice: Choice) -> list[str]:
 
 def device_text(rates: Rates) -> str:
     """Return the device's name. A remark follows if the device was assumed from the requested
-    amount of GPU memory, or if some of its rates come from the datasheet."""
+    amount of GPU memory, or if some of its speeds (FLOP/s, bytes/s) come from the datasheet."""
     text = rates.name
     if rates.assumed:
         text += " (assumed from the memory; --device NAME for yours)"
@@ -435,7 +436,8 @@ def duration(seconds: float) -> str:
 
 
 def phase_text(name: str) -> str:
-    """Return a phase in words, such as "backward of layer 35" for "backward 35"."""
+    """Return the name of a phase of a step in words, such as "backward of layer 35" for "backward
+    35"."""
     kind, _, layer = name.partition(" ")
     if layer.isdecimal():
         return f"{kind} of layer {layer}"

@@ -1,4 +1,5 @@
-"""Predict the seconds of a step from its FLOPs, bytes and dispatches, and from a device's rates.
+"""Predict the seconds of a step from its FLOPs, bytes and dispatches, and a device's speeds
+(`Rates`: FLOP/s, bytes/s).
 
     seconds = products + attention forward + attention backward + bytes moved
               + extra time for copies, the host and exchanges
@@ -131,7 +132,9 @@ def min_hiding_length(
     """
 
     def is_hidden(seq_len: int) -> bool:
-        """True if copies of weights take no extra time in rows of `seq_len` positions."""
+        """True if layers with weights in host memory compute at least as long as copying these
+        weights to the device takes, in forward and in backward. The copies run meanwhile, and then
+        add no time to a step. `seq_len` is the number of positions of a row."""
         step = add_copies(work(method, seq_len, min(chunk_size, seq_len), setting), setting.on_host)
         for name, part in step.items():
             if name.endswith(HOST_WEIGHTS_SUFFIX):

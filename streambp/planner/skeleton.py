@@ -169,7 +169,7 @@ class Skeleton:
 
         transformers treats fake tensors as a trace and would build masks that a real step does not
         have; this is disabled. Messages of torch's FakeTensor logger are disabled as well, because
-        a log handler would keep tensors of the traceback alive in the count.
+        a log handler would keep tensors of the traceback alive while memory is counted.
         """
         if self.mode is None:
             with (
@@ -296,8 +296,8 @@ class Skeleton:
 
     def reduce(self) -> ShrunkModel:
         """Remove layers of the model, so that a few layers of each structure represent all layers
-        in a count. Only the first call removes layers. Return the `ShrunkModel` with the indices of
-        the remaining layers."""
+        when the costs of a step are counted. Only the first call removes layers. Return the
+        `ShrunkModel` with the indices of the remaining layers."""
         if self._reduced is None:
             self._reduced = reduced_layers(self.model)
             self._reduced.apply(self.model)
@@ -531,11 +531,11 @@ def _quantise(model: nn.Module, bits: int) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class ShrunkModel:
-    """Selection of a model's layers that represents all of them in a count, because layers with the
-    same structure cost the same.
+    """Selection of a few of a model's layers. Only these layers run when the costs of a step are
+    counted on tensors without data, because layers with the same structure cost the same.
 
     Attributes:
-        layer_indices: indices of the representative layers in the full model.
+        layer_indices: indices of the selected layers in the full model.
         kinds: a number for each layer of the full model; layers with equal numbers have the same
             structure.
         backbone: path of the module that runs the layers.
@@ -601,8 +601,8 @@ class ShrunkModel:
 
 
 def reduced_layers(model: nn.Module) -> ShrunkModel:
-    """Return the selection of layers (`ShrunkModel`) that represents all layers of a model in a
-    count: the first, the last, and one between the two.
+    """Return the selection of layers (`ShrunkModel`) that represents all layers of a model when the
+    costs of a step are counted: the first, the last, and one between the two.
 
     A kind is a set of layers with the same structure. If there are several kinds, or recurrent
     states, two layers of each kind between the first and the last are selected. Some work happens

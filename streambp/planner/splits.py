@@ -237,14 +237,14 @@ def split_of(
     saves: Sequence[str],
 ) -> SequenceSplit:
     """Return the bytes that ranks exchange in a step for each token (`SequenceSplit`), computed
-    from the exchanges of one counted step.
+    from the exchanges of one counted step, which was run on tensors without data.
 
     Args:
         by: kind of sequence sharding: "DeepSpeed Ulysses" or "context parallelism".
         heads: the different numbers of heads among the layers.
         links: five numbers of bytes, exchanged in the counted step (`SplitCount.links`).
-        ranks: number of ranks in the count.
-        tokens: tokens of a shard in the count.
+        ranks: number of ranks for which the step was counted.
+        tokens: tokens of a shard in the counted step.
         saves: names of the tensors that layers save, as in `StreamConfig.saves`.
     """
     full_tokens = ranks * tokens
@@ -264,17 +264,19 @@ def lines_of_keys(
     lengths: Sequence[int],
     ranks: int,
 ) -> list[list[PhaseMemory]]:
-    """Return each count's phases with the memory as a linear function of `profile.held_keys`, the
-    amount of other ranks' keys: peak + per_key * amount.
+    """Return the phases of each counted step (a step on tensors without data), with the memory as a
+    linear function of `profile.held_keys`, the amount of other ranks' keys: peak + per_key *
+    amount.
 
     A phase that holds different amounts of these keys over time has several such functions, and
     occurs once for each. The planner takes their maximum to predict other numbers of ranks.
 
     Args:
-        phases: the phases of each count, in order. Counts differ in row length and chunk size.
+        phases: the phases of each counted step, in order. The steps differ in row length and chunk
+            size.
         split: kind of sequence sharding.
-        lengths: tokens of a rank's shard (its part of a row) in each count.
-        ranks: number of ranks in the count.
+        lengths: tokens of a rank's shard (its part of a row) in each counted step.
+        ranks: number of ranks for which the steps were counted.
     """
     if split.by == ULYSSES:
         setting = Setting(gpus=ranks, ulysses=ranks)

@@ -256,7 +256,8 @@ class ScanSizes:
         )
 
     def flops(self, times: int) -> None:
-        """Add the FLOPs of a scan's matrix products to the active counts (`StepCount`).
+        """Add the FLOPs of a scan's matrix products to all active `StepCount`s, the modes that add
+        up a step's costs.
 
         Args:
             times: factor of the FLOPs of one forward; 4 for backward.

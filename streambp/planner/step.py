@@ -36,8 +36,9 @@ LOGITS_TILE = (2048, 32768)  # rows and columns of a tile of logits in `counted_
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """Memory and cost of one phase of a counted or measured step: for example a layer's forward, or
-    the head's backward. Bytes are relative to those before the step.
+    """Memory and cost of one phase of a step: for example a layer's forward, or the head's
+    backward. The step is measured on a device, or counted on tensors without data. Bytes are
+    relative to those before the step.
 
     Attributes:
         name: the phase's name: "embedding", "forward", "head", "head backward", "backward" or

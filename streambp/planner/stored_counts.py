@@ -1,4 +1,4 @@
-"""Write counts of patched models to files, and read them in later processes.
+"""Write the counted costs of patched models' steps to files, and read them in later processes.
 
 The first step of a patched model counts itself on tensors without data (`auto.py`), and the count
 takes most of that step's time. The count depends on the model's structure and settings and on code,
@@ -75,8 +75,9 @@ VERSIONED_LIBRARIES = frozenset(("builtins", "torch", "typing"))  # covered by a
 
 
 class StoredCount(NamedTuple):
-    """Count of a patched model's training step, as it is stored in a file: memory, FLOPs, and the
-    tensors that layers may save for backward.
+    """Counted costs of a patched model's training step, as they are stored in a file: memory,
+    FLOPs, and the tensors that layers may save for backward. The step was run on tensors without
+    data.
 
     Attributes:
         method: the step's counted memory and FLOPs.
@@ -94,9 +95,10 @@ class StoredCount(NamedTuple):
 
 
 def key_of(model: nn.Module, config: StreamConfig, cast: torch.dtype | None) -> str | None:
-    """Return a digest of the model's structure, the settings, the versions and the code on which
-    the count of a step depends. The digest is the name of the count's file. None if the model
-    cannot be described. No weight's value is in the digest, because a count depends on no value.
+    """Return a digest of the model's structure, the settings, the versions and the code on which a
+    step's counted memory and FLOPs depend. The digest is the name of the file with these costs.
+    None if the model cannot be described. No weight's value is in the digest, because the costs
+    depend on no value.
 
     Args:
         model: the patched model.
@@ -120,8 +122,8 @@ def key_of(model: nn.Module, config: StreamConfig, cast: torch.dtype | None) -> 
 
 
 def read(key: str | None) -> StoredCount | None:
-    """Return the count that an earlier process has stored under this key. None if the key is None,
-    or if the file does not exist or is damaged.
+    """Return the counted costs of a training step that an earlier process has stored under this
+    key. None if the key is None, or if the file does not exist or is damaged.
 
     Args:
         key: result of `key_of`, by which the file is named.
@@ -136,7 +138,7 @@ def read(key: str | None) -> StoredCount | None:
 
 
 def _restore(key: str, entries: Mapping[str, Any]) -> StoredCount:
-    """Return the count in the entries of a file.
+    """Return the counted costs of a training step from the entries of a file.
 
     Args:
         key: the result of `key_of` for the present model, by which the file is named.
@@ -155,12 +157,13 @@ def _restore(key: str, entries: Mapping[str, Any]) -> StoredCount:
 
 
 def store(key: str | None, count: StoredCount) -> None:
-    """Write a count to the file that is named by its key, for later processes with the same model.
-    Nothing is raised if the file cannot be written. Beyond MAX_FILES files, the oldest are deleted.
+    """Write the counted costs of a training step to the file that is named by its key, for later
+    processes with the same model. Nothing is raised if the file cannot be written. Beyond MAX_FILES
+    files, the oldest are deleted.
 
     Args:
         key: result of `key_of`; None: nothing is written.
-        count: the count.
+        count: the costs.
     """
     if key is None:
         return
@@ -182,7 +185,8 @@ def store(key: str | None, count: StoredCount) -> None:
 
 
 def _file(key: str) -> Path:
-    """Return the path of the file of the count with this key (a result of `key_of`)."""
+    """Return the path of the file with the costs of a training step that are stored under this key
+    (a result of `key_of`)."""
     return folder().with_name("counts") / f"{key}.json"
 
 

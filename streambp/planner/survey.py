@@ -1,5 +1,5 @@
-"""Count steps of a model with several methods (`SurveyRecipe`), and return their costs as a
-`Profile`."""
+"""Count the memory and FLOPs of a model's training steps: run them on tensors without data, in
+several ways (`SurveyRecipe`), and return the costs as a `Profile`."""
 
 from __future__ import annotations
 
@@ -148,8 +148,8 @@ def survey(
     timed: bool = True,
     on_progress: Callable[[str, float], None] | None = None,
 ) -> Profile:
-    """Count steps of a model on meta or fake tensors, one method for each recipe, and return the
-    counted memory and FLOPs (`Profile`).
+    """Count steps of a model: run them on meta or fake tensors, and add up their memory and FLOPs.
+    Return these costs (`Profile`), with one `Method` for each recipe.
 
     Args:
         skeleton: the model, of which layers are removed: a few of each structure remain.
@@ -224,7 +224,7 @@ def _more_fields(skeleton: Skeleton) -> dict[str, Any]:
 
     "frozen", "trained" and "decoded" are bytes of the layers' weights that may move to host memory.
     The three are missing for weights that cannot move (8-bit weights and torchao's). "assumed" has
-    texts on assumptions of the count for a model that is no causal language model.
+    texts on assumptions about a model that is no causal language model.
     "without_adapters" has the names of Linears to which peft refuses to add LoRA adapters.
 
     Args:
@@ -239,7 +239,7 @@ def _more_fields(skeleton: Skeleton) -> dict[str, Any]:
 @contextlib.contextmanager
 def pause_garbage_collection() -> Iterator[None]:
     """Context manager that disables Python's garbage collector, because unreachable tensors would
-    otherwise be freed at random moments of a count of memory."""
+    otherwise be freed at random moments while memory is counted."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -299,8 +299,8 @@ Works = dict[Point, dict[str, Work]]  # work of a full step, by point and kind o
 
 @dataclasses.dataclass
 class Counter:
-    """Counts single training steps of a model on meta or fake tensors. The model has only one or a
-    few layers of each structure, which represent all its layers.
+    """Runs single training steps of a model on meta or fake tensors, to count their memory and
+    FLOPs. The model has only one or a few layers of each structure, which represent all its layers.
 
     Attributes:
         skeleton: the model, on meta or fake tensors.
@@ -309,7 +309,7 @@ class Counter:
         kernels: attention kernels whose workspaces are counted, "cudnn" or "flash"; None: no
             workspaces are counted.
         growth: for each phase, the additional bytes of a chunked step that adds to existing
-            gradients; [] before the first count.
+            gradients; [] before the first step is counted.
     """
 
     skeleton: Skeleton
@@ -348,20 +348,24 @@ class Counter:
         return self._fused
 
     def more_points(self, recipe: SurveyRecipe, size: int, counts: Works) -> Works:
-        """Return the FLOPs and bytes of steps at two more points (T, C): a dict from the point to a
-        dict by kind of phase. Costs at any length are fitted through these and other points.
+        """Return the FLOPs and bytes of steps at two more points. A point is (T, C), the tokens of
+        a row and of a chunk. The result is a dict from the point to a dict from the kind of phase
+        ("forward" of all layers, for example) to `Work`. Costs at any length are fitted through
+        these and other points.
 
-        The points have two chunks of `size` tokens, and three chunks (four with sharded sequences)
-        of 2 `size` tokens.
+        One point has two chunks of `size` tokens, and the other has three chunks of 2 `size`
+        tokens. The other point has four chunks with sharded sequences, because a rank's part of a
+        sequence has two parts of complete chunks.
 
-        The steps are counted once for all recipes with the same saved tensors, which differ only by
-        their copies to the host. This difference is taken at a point that was counted for both
-        recipes. The difference's bytes are scaled with the tokens, the dispatches with the chunks.
+        Recipes with the same saved tensors differ only by their copies to the host. One run on
+        tensors without data therefore serves all of them. The difference between recipes is
+        computed at a point that is in the `counts` of both. Bytes of the difference are scaled with
+        T, and dispatches (operations that torch starts) with the number of chunks.
 
         Args:
-            recipe: the way to run the step.
+            recipe: the way to run the step, such as streamed with some saved tensors.
             size: tokens of a chunk at the first of the two points.
-            counts: the recipe's own counts at other points, in the form of the result.
+            counts: the recipe's own costs at other points, in the form of the result.
         """
         assert recipe.config is not None
         key = recipe.split, recipe.config.named_saves, size
@@ -390,7 +394,8 @@ class Counter:
 
     def heads(self, recipe: SurveyRecipe) -> list[Heads]:
         """Return the different numbers of heads (`Heads`) among the model's attention layers, as
-        recorded in a forward with the recipe's kind of sequence sharding.
+        recorded in a forward with the recipe's kind of sequence sharding. A recipe is a way to run
+        a step.
 
         Raises:
             StreamBPError: the model's sequences cannot be sharded; the message has the reason.
@@ -405,9 +410,9 @@ class Counter:
         return self._heads[recipe.split]
 
     def ranks(self, recipe: SurveyRecipe) -> int:
-        """Return the number of ranks for which a recipe with sequence sharding is counted: 2 under
-        context parallelism. Under Ulysses it is the smallest number from 2 that can share all
-        heads, or 1 if no number can."""
+        """Return the number of ranks for which a recipe (way to run a step) with sequence sharding
+        is counted: 2 under context parallelism. Under Ulysses it is the smallest number from 2 that
+        can share all heads, or 1 if no number can."""
         if recipe.split != ULYSSES:
             return 2
         heads = self.heads(recipe)
@@ -422,16 +427,16 @@ class Counter:
     def count(
         self, recipe: SurveyRecipe, point: Point, accumulate: bool = True
     ) -> list[list[Span]]:
-        """Count a step that creates its gradients, and a second step that adds to them. Return the
-        memory and costs of their phases.
+        """Run a step that creates its gradients, and a second step that adds to them, on tensors
+        without data. Return the memory and costs of their phases, for example of a layer's forward.
 
         Args:
             recipe: the way to run the step.
             point: (T, C), tokens of a row and of a chunk.
-            accumulate: True: count both steps. False: count only the first.
+            accumulate: True: run both steps. False: run only the first.
 
         Returns:
-            One list for each counted step, with the step's phases (`Span`) in order.
+            One list for each step, with the step's phases (`Span`) in order.
         """
         model = self.skeleton.model
         skeleton = self.skeleton
@@ -473,9 +478,9 @@ class Counter:
 
     @contextlib.contextmanager
     def _prepare(self, recipe: SurveyRecipe, chunk_size: int) -> Any:
-        """Context manager in which the model is patched with `chunk_size`, or has gradient
-        checkpointing, as the recipe requests. The yielded `CountingManager` counts the host bytes
-        of the step."""
+        """Context manager in which the model is prepared for a step: patched with `chunk_size`, or
+        with gradient checkpointing, as the recipe (way to run a step) requests. The yielded
+        `CountingManager` counts the host bytes of the step."""
         model = self.skeleton.model
         language_model = self.skeleton.language_model
         with contextlib.ExitStack() as stack:
@@ -566,8 +571,9 @@ def _add_growth(phases: list[PhaseMemory], growth: list[PhaseMemory]) -> list[Ph
 def _count_method(
     counter: Counter, recipe: SurveyRecipe, at: Point | None, accumulating: bool, timed: bool
 ) -> Method:
-    """Count a step at several (T, C), tokens of a row and of a chunk. Return a `Method`: one way to
-    run a step, with its memory and FLOPs as functions of T and C.
+    """Count the costs of a step at several (T, C), tokens of a row and of a chunk: run the step on
+    tensors without data. Return a `Method`: one way to run a step, with its memory and FLOPs as
+    functions of T and C.
 
     Args:
         counter: counts single steps.

@@ -78,13 +78,16 @@ class PackedRowSizes:
 
 
 class SharedPrefixes:
-    """Computes a backbone's calls on one packed row, without padding and with shared prefixes once.
-    Calls for which this is inexact, or saves few tokens, run on the rows.
+    """Runs a backbone on one packed row in place of the batch's rows [B, T]. The packed row has the
+    tokens of all rows, without padding, and a common beginning of several rows once. A call runs on
+    [B, T] if the packed row could give other results, or saves few tokens.
 
     Args:
         module: the backbone: a transformers model without head.
-        rows: `StreamConfig.rows`. "auto" packs only batches whose results stay the same. "packed"
-            also packs if values at padding are read, or if rows share random noise.
+        rows: `StreamConfig.rows`. "auto": a padded batch is not packed if other code may read
+            values at padding, and with dropout rows share no tokens. "packed": such batches are
+            packed, too. Values at padding are then another token's, and rows have the same dropout
+            in their common beginning.
 
     Attributes:
         last: sizes of the last call's packed row, or the reason against it as text; None before the

@@ -207,8 +207,10 @@ def _convolve(conv: nn.Conv1d, cache: StateCache, x: Tensor) -> Tensor:
 
 @dataclasses.dataclass
 class TorchWithState:
-    """Replacement for the global `torch` in the code of a module whose forward creates its start
-    state [...] by `torch.zeros`. All other attributes are torch's."""
+    """Replacement for the global name `torch` in the forward of a linear-attention module, which
+    creates its start state by `torch.zeros`. Every call of `zeros` with the state's shape returns
+    `_state` [...], the state at which the chunk starts. `_state` is None if the chunk starts from
+    zeros. All other calls and attributes are torch's."""
 
     _state: Tensor | None
 

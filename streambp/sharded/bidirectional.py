@@ -75,9 +75,10 @@ class OneRankShards(Shards):
 
 
 class BidirectionalSaves(ShardedSaves):
-    """The tensors that a layer call saves for backward if its queries read later keys. One rank
-    has all tokens, so the policy for `saves="auto"` may choose these tensors by free memory. Ranks
-    that share sequences must instead all save the same tensors."""
+    """The tensors that a layer call saves for backward if its attention is bidirectional, such as
+    inputs of chunks, K and V. Sequences are not split here: the rank that runs the call has all
+    tokens. Free memory may therefore decide which tensors are saved with `saves="auto"`. Ranks of
+    the base class share a sequence and must all save the same tensors."""
 
     chosen_here = True
     attends_by_chunk = True

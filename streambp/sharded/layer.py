@@ -538,7 +538,8 @@ def _differentiate_chunk_after(
         work: contains the gradients of the layer's outputs.
         chunk: the chunk's range of positions.
         attention: computes attention.
-        is_retry: True in a retry after running out of memory. [Note: once for each chunk]
+        is_retry: True if the chunk is differentiated a second time, after running out of memory.
+            The gradients that the first attempt added to sums over chunks are then not added again.
     """
     saved = call.saved
     work.sums.begin(is_retry)
@@ -656,7 +657,8 @@ def _differentiate_chunk_before(
         work: contains the aliases of the parameters.
         chunk: the chunk's range of positions.
         gradients: of q, k and v, [B, H, T / P, D].
-        is_retry: True in a retry after running out of memory. [Note: once for each chunk]
+        is_retry: True if the chunk is differentiated a second time, after running out of memory.
+            The gradients that the first attempt added to sums over chunks are then not added again.
     """
     saved = call.saved
     work.sums.begin(is_retry)

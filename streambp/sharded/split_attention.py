@@ -71,7 +71,9 @@ class AllQueriesAttention:
         self.o: Tensor
 
     def forward(self, keep: bool) -> None:
-        """Compute attention in forward. Must be called on every rank.
+        """Compute attention in forward, from the queries and keys that the constructor got, and
+        store the output of this rank's tokens as `o`. Must be called on every rank, because ranks
+        exchange tensors.
 
         Args:
             keep: True: save the tensors that backward needs.
@@ -337,7 +339,8 @@ class ChunkwiseAttention:
         """Start the backward of a chunk, which adds to the gradients of K and V.
 
         Args:
-            is_retry: True in a retry after running out of memory. [Note: once for each chunk]
+            is_retry: True if the chunk is differentiated a second time, after running out of
+                memory. Gradients that the first attempt has added are then not added again.
         """
         self.kv_storage.begin_backward(is_retry)
 
@@ -372,8 +375,12 @@ class ChunkwiseAttention:
 
 
 class ChunkwiseKeys:
-    """Keys and values of all tokens for a layer that computes attention itself, on a rank that has
-    all tokens. The second half of the layer gets them in place of attention's output.
+    """Keys and values of all tokens, for a layer whose attention is computed by the model's own
+    code and not by streambp's attention. The rank has all tokens.
+
+    The layer is cut in two halves at its attention. The first half computes K and V of all tokens.
+    The second half runs in chunks: the model's code computes a chunk's queries and their attention
+    from this K and V. The second half of other layers gets attention's output instead.
 
     Args:
         call: the call of the layer.

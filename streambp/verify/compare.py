@@ -208,7 +208,7 @@ def _judge(
 
     Args:
         model: the model, unpatched.
-        against: the other methods.
+        against: the other methods (ways to train), such as "checkpointing".
         config: settings of the streamed run.
         batch: arguments of the model, by name.
         narrow: the least precise dtype of the parameters.
@@ -310,7 +310,7 @@ def _rate(
         distances: dict from parameter names to lists. Each list has the norm of the truth's
             gradient, the gradient's number of elements, and the distance of each run's gradient
             from the truth's.
-        runs: streamed, unpatched, and other methods.
+        runs: the streamed run, the unpatched run, and the runs of other methods (ways to train).
         number: index of the run.
     """
     unpatched = runs[1]
@@ -403,7 +403,7 @@ def check_memory(
         model: the model; tensors on `meta` are counted with the memory that they will take.
         narrow: the least precise dtype of the parameters.
         wide: dtype of the truth.
-        other_methods: number of other methods.
+        other_methods: number of other methods (ways to train) that are compared with streaming.
 
     Raises:
         StreamBPError: the host has too little memory.
@@ -488,7 +488,7 @@ def _set_gradients_aside(model: nn.Module) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class VerifyRun:
-    """Results of one step of a model.
+    """Results of one step of a model: streamed, unpatched, or with another method of training.
 
     Attributes:
         loss: the unscaled loss.
@@ -513,7 +513,7 @@ def _run(
         model: the model whose parameters get the gradients.
         batch: arguments of the model.
         scale: factor of the loss before backward.
-        forward: another method's forward; None: the model's.
+        forward: forward of another method, such as "checkpointing"; None: the model's.
     """
     choices = CountedChoices()
     loss, streamed_layers = _backward(forward or model, batch, scale, choices)
@@ -534,7 +534,7 @@ def _backward(
     """Run forward and backward. Return the unscaled loss, and the number of layers that streamed.
 
     Args:
-        model: the model, the truth, or another method's forward.
+        model: the model, its copy in a wider dtype (the truth), or another method's forward.
         batch: arguments of the model.
         scale: factor of the loss before backward.
         context: context manager for the forward.
@@ -675,9 +675,9 @@ def _measure_streamed(model: nn.Module, config: StreamConfig, batch: Batch) -> t
 
 
 def _measure(forward: Callable[..., Any], model: nn.Module, batch: Batch) -> tuple[int, float]:
-    """Return the peak bytes beyond the weights, and the seconds, of another method's forward and
-    backward, for the table of methods. Several steps run; the first is not measured, and the
-    seconds are those of the fastest.
+    """Return the peak bytes beyond the weights, and the seconds, of forward and backward with one
+    method (way to train), for the table of methods. Several steps run. The first is not measured,
+    and the seconds are those of the fastest.
 
     Args:
         forward: the method's forward.
@@ -734,7 +734,7 @@ def _find_notes(
 
     Args:
         verification: the verdict.
-        undecided: number of differing choices for each undecided batch. [Note: choices]
+        undecided: number of tokens with other experts, for each undecided batch. [Note: choices]
         padded: True if the row has left padding.
         untouched: trainable parameters without a gradient.
     """

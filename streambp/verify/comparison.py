@@ -12,7 +12,8 @@ NAME_COLUMNS = 30  # columns of a method's name
 
 @dataclasses.dataclass(frozen=True)
 class MethodResult:
-    """Exactness and cost of one method.
+    """Exactness and cost of a method, which is a way to train: streaming or "checkpointing", for
+    example.
 
     Attributes:
         name: name of the method in the table.
@@ -32,7 +33,7 @@ class MethodResult:
     seconds: float
 
     def __str__(self) -> str:
-        """Return the verdict in one line."""
+        """Return one line of text: the method's name, verdict and error."""
         return f"{self.name}: {self.verdict}, error {self.error:.1e}"
 
     @property
@@ -47,8 +48,8 @@ class Comparison:
 
     Attributes:
         verification: the verdict on streaming.
-        methods: results of streaming, then of each other method; empty if streaming was compared
-            with no other method.
+        methods: results of streaming, then of each other method (way to train); empty if streaming
+            was compared with no other method.
     """
 
     verification: Verification

@@ -61,7 +61,12 @@ def name_of(method: Method) -> str:
 
 
 def check_methods(methods: Sequence[Method]) -> None:
-    """Raise an error if a name of a method is unknown or occurs twice.
+    """Raise an error if a name of a method is unknown or occurs twice. A method is a way to train
+    that `verify` compares with streaming.
+
+    Args:
+        methods: names such as "checkpointing" or "trl" (`METHODS`), or functions, which are not
+            checked.
 
     Raises:
         ConfigError: a name is unknown, or occurs twice.
@@ -79,7 +84,7 @@ def check_methods(methods: Sequence[Method]) -> None:
 
 def check_libraries(methods: Sequence[Method], device: torch.device) -> None:
     """Check that the libraries of the methods are installed, and that their kernels support the
-    device.
+    device. Methods are ways to train, which `verify` compares with streaming.
 
     Args:
         methods: names of `METHODS`, or functions, which are not checked.
@@ -102,12 +107,17 @@ def check_libraries(methods: Sequence[Method], device: torch.device) -> None:
 
 @contextlib.contextmanager
 def prepare_method(model: nn.Module, method: Method) -> Iterator[Forward]:
-    """Context manager that sets up a method on a copy of the model, and yields the method's
-    forward: a function of the model's arguments.
+    """Context manager that prepares a model for a method and yields the method's forward, a
+    function of the model's arguments. A method is a way to train ("checkpointing" or "trl", for
+    example), which `verify` compares with streaming.
+
+    The method changes a copy of the modules with the same parameters and buffers. The method
+    "unpatched" needs no copy: the yielded forward is the model itself.
 
     Args:
-        model: the unpatched model, in eval mode. Its parameters get the gradients.
-        method: one of `METHODS`, or a function from the copy to a forward.
+        model: the unpatched model, in eval mode. A backward after the yielded forward adds to
+            `.grad` of the model's parameters.
+        method: a name in `METHODS`, or a function that gets the copy and returns its forward.
 
     Raises:
         StreamBPError: the method, or its library, does not support this model.
@@ -138,10 +148,12 @@ def _shared_copy(model: nn.Module) -> nn.Module:
 
 
 def _checkpoint(model: Any) -> None:
-    """Enable transformers' checkpointing, as `gradient_checkpointing=True` does in training.
+    """Enable transformers' gradient checkpointing on a model, as `gradient_checkpointing=True` does
+    in training.
 
-    Only modules in training mode checkpoint. The flag is set on these modules alone, and their
-    dropout is 0, because the other runs draw none.
+    Only modules in training mode checkpoint. Training mode is set on modules with the attribute
+    `gradient_checkpointing` alone, and dropout in them is 0, because runs of other methods draw
+    none.
     """
     if not getattr(model, "supports_gradient_checkpointing", False):
         raise UnsupportedModelError(
@@ -202,8 +214,8 @@ def _liger_patch() -> Callable[..., None]:
 def _add_ligers_kernels(model: nn.Module) -> None:
     """Replace a model's norms, MLPs and loss (fused linear cross-entropy) by Liger's kernels.
 
-    The model keeps its own rotation: Liger's is set for all models of the process, and the other
-    runs would have it, too.
+    The model keeps its own rotary embedding. Liger would replace the rotary embedding of all models
+    of the process, and the runs of other methods would have it, too.
     """
     apply = _liger_patch()
     try:

@@ -93,8 +93,8 @@ def float64_experts(model: nn.Module) -> Iterator[None]:
 
 
 def available_memory() -> int | None:
-    """Return the bytes of host memory that a process can still allocate, for the check that the
-    truth fits; None if unknown."""
+    """Return the bytes of host memory that a process can still allocate; None if unknown. `verify`
+    checks that the truth fits, a copy of the unpatched model in a wider dtype."""
     try:
         limits = [
             int(re.findall(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())[0])
