@@ -42,6 +42,9 @@ GRADIENT_CHUNK = "_chunk_backward"
 CHUNK_OF_TABLE = 5  # the second layer's second chunk of four: neither a layer's first nor its last
 SAVES: dict[str, Any] = {"named": ("attn_out", "mlp.up_proj"), "none": (), "auto": "auto"}
 
+# Python 3.12 and later run comprehensions inside their function, without a frame.
+COMPREHENSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>")
+
 Call = tuple[str, str]  # file and function
 
 
@@ -53,9 +56,12 @@ class StepCalls:
         self.calls: list[Call] = []
 
     def record(self, frame: FrameType, event: str, _: Any) -> None:
-        """Append the call if the function belongs to the package. A callback of `sys.setprofile`."""
+        """Append the call if the function belongs to the package and is no comprehension. A
+        callback of `sys.setprofile`."""
         code = frame.f_code
-        if event == "call" and code.co_filename.startswith(self.package):
+        if event != "call" or code.co_name in COMPREHENSIONS:
+            return
+        if code.co_filename.startswith(self.package):
             name = code.co_qualname if sys.version_info >= (3, 11) else code.co_name
             self.calls.append((code.co_filename.removeprefix(self.package), name))
 
