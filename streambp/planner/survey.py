@@ -571,9 +571,8 @@ def _add_growth(phases: list[PhaseMemory], growth: list[PhaseMemory]) -> list[Ph
 def _count_method(
     counter: Counter, recipe: SurveyRecipe, at: Point | None, accumulating: bool, timed: bool
 ) -> Method:
-    """Count the costs of a step at several (T, C), tokens of a row and of a chunk: run the step on
-    tensors without data. Return a `Method`: one way to run a step, with its memory and FLOPs as
-    functions of T and C.
+    """Count a step at several (T, C), tokens of a row and of a chunk, on tensors without data.
+    Return a `Method`: one way to run a step, with its memory and FLOPs as functions of T and C.
 
     Args:
         counter: counts single steps.

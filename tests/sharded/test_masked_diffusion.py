@@ -15,6 +15,7 @@ import streambp
 from streambp.attention import mask_scan, masks
 from streambp.sharded import layer as halves
 from tests.oracle import MAX_FLOAT64_ERROR, worst_error
+from tests.seeds import seed_torch
 
 VOCABULARY = 61
 MASK_TOKEN = 60
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("float64_everywhere")
 
 
 def build():
-    torch.manual_seed(0)
+    seed_torch()
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=32,
@@ -76,9 +77,9 @@ MASKS = {
 
 def diffusion_loss(model, ids, attention_mask, seed):
     """The loss of LLaDA's training program."""
-    generator = torch.Generator().manual_seed(seed)
-    probability = torch.rand(ids.shape[0], 1, generator=generator).clamp(min=0.2).expand(ids.shape)
-    masked = torch.rand(ids.shape, generator=generator) < probability
+    seed_torch(seed)
+    probability = torch.rand(ids.shape[0], 1).clamp(min=0.2).expand(ids.shape)
+    masked = torch.rand(ids.shape) < probability
     noised = torch.where(masked, MASK_TOKEN, ids)
     logits = model(input_ids=noised, attention_mask=attention_mask).logits
     losses = F.cross_entropy(logits[masked], ids[masked], reduction="none")
@@ -87,7 +88,8 @@ def diffusion_loss(model, ids, attention_mask, seed):
 
 def train(model, mask):
     """The loss of two batches, and the sum of their gradients by name."""
-    ids = torch.randint(0, MASK_TOKEN, (2, LENGTH), generator=torch.Generator().manual_seed(5))
+    seed_torch(5)
+    ids = torch.randint(0, MASK_TOKEN, (2, LENGTH))
     total = 0.0
     for seed in (1, 2):
         loss = diffusion_loss(model, ids, mask(), seed)
