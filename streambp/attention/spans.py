@@ -3,8 +3,8 @@
 Vocabulary:
 
 - span: the keys that one query may read. In causal models a span is an interval. The interval
-  starts at the query's own document (or after the left padding, or where the window starts), and
-  ends with the query itself (or where the right padding starts).
+  starts at the query's own document (or after the left padding, or where the window starts). The
+  interval ends with the query itself (or where the right padding starts).
 - run: consecutive queries of one row whose spans follow one rule.
 - block: a rectangle [q0, q1) x [k0, k1) of one or more rows, computed by one kernel call. The kind
   of a block decides in which of its pairs (q, k) query q reads key k; these pairs count:

@@ -612,10 +612,10 @@ def _chunk_backward(
     """
     saved = call.saved
     carries = call.layer_state.kind.states.carries
-    reads = saved.reads(chunk.index)
     if saved.moves and call.attempt is not RUN_ONCE:
-        call.attempt(functools.partial(saved.load, reads))
-    saved.bring(chunk, reads)
+        call.attempt(functools.partial(saved.load, saved.reads(chunk.index)))
+    # The load may have freed saved tensors to make room, so the reads are listed again.
+    saved.bring(chunk, saved.reads(chunk.index))
     x = saved.brought["x"]
     states = States()
     upstream = States()

@@ -326,8 +326,9 @@ class SavedForBackward:
     def _state_chunk(self, index: int) -> int | None:
         """Return the chunk index under which the start states of chunk `index` are stored. Chunks
         that continue from the same chunk start from the same states, which are stored once, under
-        the index of the first of them. None if the chunk starts without states."""
-        predecessor = self.plan.predecessors[index] if self._state_keys else None
+        the index of the first of them. None if no chunk precedes the chunk. Call this method only
+        for a layer with states."""
+        predecessor = self.plan.predecessors[index]
         return None if predecessor is None else self.plan.successors[predecessor][0]
 
     def states(self) -> States:

@@ -81,7 +81,7 @@ SCORE_BYTES, MASK_BYTES = (
 )  # bytes for each query and key: scores of one head with softmax; a mask
 LOGIT_BYTES = 16  # bytes of a logit and its gradient, in the model's dtype and float32, and 4 more
 # Used with map over all layers, because each step of a generator is a call.
-GET_INDEX, GET_HEADS, GET_SEEN_WRITING = map(
+GET_INDEX, GET_HEADS, GET_SEARCHED_FOR_WRITES = map(
     operator.attrgetter, ("index", "last_call.sdpa.heads", "searched_for_writes")
 )
 T = TypeVar("T")
@@ -273,9 +273,9 @@ class UnpatchedRuns:
         if is_initialized() and find_split(config, True) is not None:
             return False
         for layer_state in self.steps.layer_states:
-            if not any(map(GET_SEEN_WRITING, layer_state.tests.results.values())) or not is_plain(
-                layer_state
-            ):
+            if not any(
+                map(GET_SEARCHED_FOR_WRITES, layer_state.tests.results.values())
+            ) or not is_plain(layer_state):
                 return False
         size = self.config.chunk_size
         if self.saves_policy.sizes:

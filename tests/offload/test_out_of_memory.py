@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,8 +19,10 @@ import streambp
 from streambp import device
 from streambp.attention.kv import KVBuffer
 from streambp.attention.spans import Block, BlockKind
+from streambp.chunks import Chunk
 from streambp.device import is_out_of_memory, make_room
 from streambp.head import log_probs, one_pass
+from streambp.layer import function as layer_function
 from streambp.model import unpatched
 from streambp.offload.costs import UnpatchedChoice
 from tests.families import LENGTH, build
@@ -282,3 +285,35 @@ def test_gradients_of_keys_are_added_once_wherever_an_attempt_ends(at):
     attempt(layer_state)
     assert torch.equal(layer_state.dk, reference.dk)
     assert torch.equal(layer_state.dv, reference.dv)
+
+
+class LoadThatFreesSaves:
+    """Saved tensors of a call, of which the first load frees attention's output to make room."""
+
+    moves = True
+
+    def __init__(self):
+        self.names = ["x", "attn_out.0"]
+        self.brought_reads = None
+
+    def reads(self, index):
+        return [(name, index) for name in self.names]
+
+    def load(self, reads, _):
+        self.names.remove("attn_out.0")
+
+    def bring(self, chunk, reads):
+        self.brought_reads = reads
+        raise InterruptedError  # the rest of backward is not of this test
+
+
+def test_a_load_that_frees_saved_tensors_is_followed_by_fewer_reads():
+    saved = LoadThatFreesSaves()
+    call = SimpleNamespace(
+        saved=saved,
+        attempt=lambda function: function(False),
+        layer_state=SimpleNamespace(kind=SimpleNamespace(states=SimpleNamespace(carries=False))),
+    )
+    with pytest.raises(InterruptedError):
+        layer_function._chunk_backward(call, Chunk(0, 0, 5), None, False)
+    assert saved.brought_reads == [("x", 0)]
