@@ -72,7 +72,6 @@ PLACES = {
         lazy/base.py:
         model/split.py:refuse_replicas
         planner/model_class.py:fixed_positions
-        planner/model_class.py:refuse_biases
         planner/survey.py:survey
     """,
 }

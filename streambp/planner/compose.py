@@ -115,7 +115,10 @@ def unroll(
 
 
 def fit(
-    points: Sequence[Point], phases: Sequence[Sequence[PhaseMemory]], shrunk_model: ShrunkModel
+    points: Sequence[Point],
+    phases: Sequence[Sequence[PhaseMemory]],
+    shrunk_model: ShrunkModel,
+    adds_biases: bool = False,
 ) -> tuple[Phase, ...]:
     """Return the memory of each phase as a linear function of T (a row's tokens), C (a chunk's
     tokens) and the number of chunks. The functions are fitted through steps that were counted at
@@ -129,6 +132,8 @@ def fit(
         points: (T, C) of each counted step: tokens of a row, and tokens of a chunk.
         phases: the phases of each counted step, in order.
         shrunk_model: the kind of each layer of the full model.
+        adds_biases: True for models whose attention adds T5's bias, so that bytes also grow with
+            T^2 or T C.
     """
     fitted = []
     counted_peaks = []
@@ -136,8 +141,8 @@ def fit(
     for at_point in phases:
         counted_peaks.append([phase.peak for phase in at_point])
         counted_starts.append([phase.start for phase in at_point])
-    peaks = fit_bytes(points, counted_peaks)
-    starts = fit_bytes(points, counted_starts)
+    peaks = fit_bytes(points, counted_peaks, adds_biases)
+    starts = fit_bytes(points, counted_starts, adds_biases)
     for counted, peak, start in zip(phases[0], peaks, starts, strict=True):
         fitted.append(Phase(counted.name, peak._replace(keys=counted.per_key), counted.gradients))
         if start.tokens > peak.tokens:  # for long sequences the start exceeds the peak

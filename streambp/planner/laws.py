@@ -89,6 +89,27 @@ CHUNKED_ENCODER_FEATURES: Mapping[str, tuple[str, ...]] = {
     "fixed": ("tokens", "chunks", "chunk"),
 }
 EQUAL_LENGTH_ATTENTION = ("square", "tokens")
+# Features of bytes in the device's memory; as many as there are points.
+BYTES_FEATURES: Mapping[bool, tuple[str, ...]] = {
+    True: ("constant", "tokens", "chunk", "chunks"),  # in chunks
+    False: ("constant", "tokens"),
+}
+# The same for T5's kind: unpatched, a bias of all pairs of positions; in chunks, zeros for all
+# pairs of a chunk and the encoder's output.
+BIASED_BYTES_FEATURES: Mapping[bool, tuple[str, ...]] = {
+    True: ("constant", "tokens", "chunk", "tokens_chunk"),
+    False: ("constant", "tokens", "square"),
+}
+# Features of T5's kind, which attends by plain products or adds a bias of all pairs.
+BIASED_UNCHUNKED = dict.fromkeys(Work._fields, ("square", "tokens", "constant"))
+BIASED_CHUNKED = {
+    **dict.fromkeys(
+        Work._fields, ("tokens", "square", "tokens_chunks", "chunks", "tokens_chunk", "chunk")
+    ),
+    "dispatches": ("square", "tokens", "chunks", "tokens_chunks", "constant"),
+    "to_host": ("tokens", "chunk", "tokens_chunks"),
+    "from_host": ("tokens", "chunk", "tokens_chunks"),
+}
 ENCODER_FEATURES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "same": {
         "products": ("tokens", "constant"),
@@ -150,55 +171,58 @@ def features(tokens: float, chunk: float, keys: float = 0.0, k_block: int = 0) -
     return Features(1, tokens, chunk, chunks, keys, *products, blocks, chunk * blocks)
 
 
-def fit_bytes(points: Sequence[Point], values: Sequence[Sequence[float]]) -> list[Law]:
+def fit_bytes(
+    points: Sequence[Point], values: Sequence[Sequence[float]], adds_biases: bool = False
+) -> list[Law]:
     """Return bytes as linear functions of T, C and the number of chunks, fitted through counted
     steps. T is the tokens of a row, and C the tokens of a chunk.
 
     The coefficients of each function are the constant, per T, per C and per chunk. There is no
-    slope in C if all points have C = 0, and none per chunk for only three points.
+    slope in C if all points have C = 0, and none per chunk for only three points. For models with
+    T5's bias the last coefficient is that of T C in chunks, and that of T^2 otherwise.
 
     Args:
         points: (T, C) of each counted step.
         values: [points, n], counted bytes of n phases at each point.
+        adds_biases: True for models whose attention adds T5's bias.
 
     Returns:
         The n functions.
     """
-    if any(c for _, c in points):
-        columns = min(4, len(points))
-    else:
-        columns = 2
-    rows = torch.tensor([features(*point)[:columns] for point in points], dtype=torch.float64)
+    names_by_kind = BIASED_BYTES_FEATURES if adds_biases else BYTES_FEATURES
+    names = names_by_kind[any(c for _, c in points)][: len(points)]
+    steps = [features(*point) for point in points]
+    rows = torch.tensor(
+        [[getattr(step, name) for name in names] for step in steps], dtype=torch.float64
+    )
     coefficients = torch.linalg.lstsq(
         rows, torch.tensor(values, dtype=torch.float64)
     ).solution.mT.tolist()
-    return [Law(*(round(value, 6) + 0.0 for value in line)) for line in coefficients]
+    laws = []
+    for line in coefficients:
+        rounded = [round(value, 6) + 0.0 for value in line]
+        laws.append(Law(**dict(zip(names, rounded, strict=True))))
+    return laws
 
 
-def fit_work(
-    name: str,
-    points: Sequence[Point],
-    costs: Sequence[Work],
-    k_block: int,
-    count_of_own: int | None = None,
-    encoder: Encoder = "",
-) -> PhaseLaws:
-    """Return the costs of one kind of phase as linear functions of the features (T, C, number of
-    chunks and so on), fitted through counted steps. T is the tokens of a row, and C the tokens of a
-    chunk. The number of coefficients is at most the number of points.
+def _features_of_work(
+    name: str, is_chunked: bool, encoder: Encoder, adds_biases: bool
+) -> Mapping[str, tuple[str, ...]]:
+    """Return the names of the features on which each field of `Work` depends, by the field's name,
+    for one kind of phase.
 
     Args:
         name: the kind of phase, such as "forward" of all layers.
-        points: (T, C) of each counted step.
-        costs: the counted costs at each point.
-        k_block: number of keys in an attention block, the part of the keys that one kernel call
-            reads.
-        count_of_own: number of points, from the first on, through which bytes copied to and from
-            the host are fitted; None: all points.
+        is_chunked: True for steps that are computed chunk by chunk.
         encoder: length of the rows of the model's encoder: "fixed", "same" as the decoder's, or ""
             without encoder.
+        adds_biases: True for models whose attention adds T5's bias.
     """
-    is_chunked = any(c for _, c in points)
+    if adds_biases and name in CHUNKED_PHASES + ENCODER_PHASES:
+        if encoder == "fixed" and name in ENCODER_PHASES:
+            # an encoder that streams has fewer chunks if these are larger
+            return dict.fromkeys(Work._fields, ("constant", "tokens", "chunk"))
+        return BIASED_CHUNKED if is_chunked else BIASED_UNCHUNKED
     feature_names = dict(CHUNKED_FEATURES if is_chunked else UNCHUNKED_FEATURES)
     if encoder and name in CHUNKED_PHASES:
         products = CHUNKED_ENCODER_FEATURES[encoder] if is_chunked else ("tokens", "constant")
@@ -216,6 +240,35 @@ def fit_work(
             "traffic": head_features,
             "dispatches": head_features,
         }
+    return feature_names
+
+
+def fit_work(
+    name: str,
+    points: Sequence[Point],
+    costs: Sequence[Work],
+    k_block: int,
+    count_of_own: int | None = None,
+    encoder: Encoder = "",
+    adds_biases: bool = False,
+) -> PhaseLaws:
+    """Return the costs of one kind of phase as linear functions of the features (T, C, number of
+    chunks and so on), fitted through counted steps. T is the tokens of a row, and C the tokens of a
+    chunk. The number of coefficients is at most the number of points.
+
+    Args:
+        name: the kind of phase, such as "forward" of all layers.
+        points: (T, C) of each counted step.
+        costs: the counted costs at each point.
+        k_block: number of keys in an attention block, the part of the keys that one kernel call
+            reads.
+        count_of_own: number of points, from the first on, through which bytes copied to and from
+            the host are fitted; None: all points.
+        encoder: length of the rows of the model's encoder: "fixed", "same" as the decoder's, or ""
+            without encoder.
+        adds_biases: True for models whose attention adds T5's bias.
+    """
+    feature_names = _features_of_work(name, any(c for _, c in points), encoder, adds_biases)
     steps = [features(*point, k_block=k_block) for point in points]
     laws = []
     for field, values in zip(Work._fields, zip(*costs, strict=True), strict=True):

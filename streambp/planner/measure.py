@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from streambp.admission.stacks import find_stacks
 from streambp.config import StreamConfig
 from streambp.device import MEMORY_ERRORS, is_accelerator, is_out_of_memory, reports_memory
 from streambp.errors import StreamBPError
@@ -24,6 +23,7 @@ from streambp.planner.compose import unroll
 from streambp.planner.count import AllocatedBytes, LiveBytes
 from streambp.planner.default_step import DefaultStep, predict_default_step
 from streambp.planner.host import UncountedHost
+from streambp.planner.model_class import counted_stack
 from streambp.planner.profile import Setting, bytes_between_steps
 from streambp.planner.profile_cache import CountRequest, count_profile
 from streambp.planner.skeleton import Device, Skeleton
@@ -97,7 +97,7 @@ def compare_step(
     )
     (steps,) = counter.count(recipe, (ids.shape[1], chunk_size), accumulate=False)
     predicted, *_ = unroll(steps, counter.shrunk_model)
-    layers = max((stack.layers for stack in find_stacks(model).stacks), key=len)
+    layers = counted_stack(model).layers
     install(model, recipe.config)
     if target == "cpu":
         uncount_host(model)

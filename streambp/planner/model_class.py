@@ -19,9 +19,9 @@ from transformers import (
     PreTrainedModel,
 )
 
-from streambp.admission.stacks import is_bidirectional
+from streambp.admission.stacks import Stack, find_stacks, is_bidirectional
 from streambp.attention.position_biases import biases_distances
-from streambp.errors import ConfigError, UnsupportedModelError
+from streambp.errors import ConfigError
 
 LANGUAGE_MODEL_SUFFIXES = ("LM", "PreTraining", "LMHeadModel", "ConditionalGeneration")
 PREFIX_TYPE = "paligemma"
@@ -143,23 +143,23 @@ def check_encoder_len(model: nn.Module, encoder_len: int | None) -> None:
         )
 
 
-def refuse_biases(model: nn.Module) -> None:
-    """Raise if attention modules of the model add a bias by the distance of query and key, as T5
-    does. The bias of all pairs of positions takes memory that the planner cannot count.
+def adds_biases(model: nn.Module) -> bool:
+    """True if attention modules of the model add a bias by the distance of query and key, as T5
+    does. Unpatched attention then builds a bias for all pairs of positions, so a step's bytes have
+    a part that grows with the square of the length."""
+    return any(map(biases_distances, model.modules()))
 
-    Args:
-        model: the model.
 
-    Raises:
-        UnsupportedModelError: a module adds such a bias.
-    """
-    for module in model.modules():
-        if biases_distances(module):
-            raise UnsupportedModelError(
-                f"{type(module).__name__} adds a bias for each distance between two positions, "
-                "which the planner does not count. Run a step and measure its memory "
-                "(torch.cuda.max_memory_allocated)."
-            )
+def counted_stack(model: nn.Module) -> Stack:
+    """Return the stack of layers that is divided into phases when a step is counted: the decoder
+    if both stacks of an encoder-decoder stream (T5), or else the stack with most layers. Layers of
+    another stack are part of the embedding's phases, or of the head's."""
+    stacks = find_stacks(model).stacks
+    decoders = []
+    for stack in stacks:
+        if is_encoder_decoder(model) and getattr(stack.backbone.config, "is_decoder", False):
+            decoders.append(stack)
+    return max(decoders or stacks, key=lambda stack: len(stack.layers))
 
 
 def is_encoder_decoder(model: nn.Module) -> bool:
@@ -236,6 +236,11 @@ def assumptions(
             rows = "as many positions in each row as the decoder (--encoder-len)"
         else:
             rows = f"{positions:,} positions in each row"
+        if adds_biases(model) and len(find_stacks(model).stacks) > 1:
+            return (
+                f"lengths are the decoder's; the encoder has {rows}, and streams, too; unpatched "
+                "steps build the bias of all pairs of positions",
+            )
         return (
             f"lengths are the decoder's; the encoder has {rows}, stays as it is and keeps what its "
             "backward needs (model.gradient_checkpointing_enable() would leave it less, which is "

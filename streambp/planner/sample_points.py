@@ -9,10 +9,54 @@ from streambp.planner.laws import Point
 SAMPLE_CHUNKS = (4096, 8192)  # chunk sizes for streamed steps, whose lines hold for any length
 # chunk sizes for attention by plain matrix products, whose tiles are small and many
 TILED_SAMPLE_CHUNKS = (1024, 2048)
+# For models with T5's bias, (T, C) in groups. On a GPU, the first group's attention tiles are larger
+# than all that grows with T C, and those of the second group are smaller. On a CPU, attention to
+# the encoder's output builds scores of T C pairs, which are larger than tiles.
+BIASED_POINTS = (
+    ((5120, 1024), (6144, 1024), (6144, 512)),
+    ((8192, 4096), (12288, 4096), (12288, 3072), (15360, 3072)),
+)
+CPU_BIASED_POINTS = (((4096, 1024), (4096, 2048), (6144, 1024), (6144, 2048)),)
+UNCHUNKED_BIASED_POINTS = (((512, 0), (640, 0)), ((8192, 0), (16384, 0), (24576, 0)))
+
+
+def biased_points_for(
+    at: Point | None, chunked: bool, on_gpu: bool
+) -> tuple[tuple[Point, ...], ...]:
+    """Return the row lengths and chunk sizes (T, C) at which steps are counted, for models whose
+    attention adds T5's bias. Bytes of such a model have a part that grows with T^2, or with T C in
+    chunks.
+
+    The result has one or two groups of points. A function is fitted through each group, and the
+    larger value counts. The functions of the first of two groups are linear. Bytes are convex in T,
+    so a line through short rows is no upper bound for longer ones.
+
+    Args:
+        at: (T, C) where the functions are most accurate; None: functions for any length.
+        chunked: True for steps that are computed chunk by chunk.
+        on_gpu: True for kernels and memory of a GPU, False for those of a CPU.
+    """
+    groups = UNCHUNKED_BIASED_POINTS
+    if chunked:
+        groups = BIASED_POINTS if on_gpu else CPU_BIASED_POINTS
+    if at is None:
+        return groups
+    length, chunk = at
+    if not chunked:
+        return (((length, 0), (length + chunk, 0), (length + 2 * chunk, 0)),)
+    if length > groups[-1][-1][0]:
+        return groups
+    small = max(1, chunk // 2)
+    longer = length + chunk
+    return (((length, chunk), (length, small), (longer, chunk), (longer, small)),)
 
 
 def points_for(
-    at: Point | None, chunked: bool, fused: bool, states: bool, tiles: bool
+    at: Point | None,
+    chunked: bool,
+    fused: bool,
+    states: bool,
+    tiles: bool,
 ) -> tuple[Point, ...]:
     """Return the row lengths and chunk sizes (T, C) at which steps are counted, so that memory and
     FLOPs can be fitted as functions of T and C. C is 0 for steps that are not chunked.

@@ -52,12 +52,13 @@ from streambp.planner.laws import Encoder
 from streambp.planner.mask_rules import masks_from_positions
 from streambp.planner.mixers import Mixers, replace_mixers
 from streambp.planner.model_class import (
+    adds_biases,
     build_as,
     check_encoder_len,
+    counted_stack,
     fixed_positions,
     is_encoder_decoder,
     loss_of,
-    refuse_biases,
 )
 from streambp.planner.packed_weights import (
     FOUR_BIT_BYTES,
@@ -107,6 +108,7 @@ class Skeleton:
     Attributes:
         model: the model on meta or fake tensors.
         without_adapters: names of the layers' Linears to which peft refuses to add LoRA adapters.
+        adds_biases: True if attention adds a bias by the distance of query and key, as T5's does.
         own_adapters: True if streamed layers leave LoRA adapters to peft's code. False: they may
             compute adapters in fused operations, as `StreamConfig.kernels` says.
 
@@ -158,7 +160,7 @@ class Skeleton:
                 _quantise(self.model, bits)
         activate_packed(self.model, stays=True)
         check_encoder_len(self.model, encoder_len)
-        refuse_biases(self.model)
+        self.adds_biases = adds_biases(self.model)
         self.fused = fusion(kernels, device)
         fuse_layers(self.model, self.fused)
         self.model.train()
@@ -272,7 +274,8 @@ class Skeleton:
     def on_host(self) -> dict[str, Any]:
         """Return the bytes that layers' weights would take in host memory, as a dict with the keys
         "frozen", "trained" and "decoded" (fields of `Profile`). The dict is empty for 8-bit weights
-        and for torchao's, which cannot move to the host."""
+        and torchao's, which cannot move to the host. It is empty for T5's kind, too: one layer's
+        table serves all layers, and the layers are in two stacks."""
         layers: list[nn.Module] = []
         for stack in find_stacks(self.model).stacks:
             layers.extend(stack.layers)
@@ -290,7 +293,7 @@ class Skeleton:
             and not hasattr(parameter, PARAMETER_COUNT_ATTRIBUTE)
             for parameter in self.model.parameters()
         )
-        if self.bits == 8 or subclasses:
+        if self.bits == 8 or subclasses or self.adds_biases:
             return {}
         return {"frozen": frozen, "trained": trained, "decoded": max(decoded)}
 
@@ -609,7 +612,7 @@ def reduced_layers(model: nn.Module) -> ShrunkModel:
     once, in backward of the first layer of a kind, and not in each layer. If layers read another
     layer's keys and values (`num_kv_shared_layers`), all layers are selected.
     """
-    stack = max(find_stacks(model).stacks, key=lambda stack: len(stack.layers))
+    stack = counted_stack(model)
     depth = len(stack.layers)
     path = next(name for name, module in model.named_modules() if module is stack.backbone)
     lists = [name for name, child in stack.backbone.named_children() if isinstance(child, nn.ModuleList)

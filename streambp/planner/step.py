@@ -17,9 +17,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor, nn
 from transformers import AttentionInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from streambp.attention.interface import attention_configs
-from streambp.known_names import IMPLEMENTATION
+from streambp.known_names import IMPLEMENTATION, SDPA
 from streambp.planner.count import AllocatedBytes, KernelReplay, LiveBytes, add_flops
 from streambp.planner.work import Work, aten
 from streambp.tensors import replace_attribute
@@ -225,8 +226,8 @@ def fused_sdpa() -> Iterator[None]:
     """Context manager in which `F.scaled_dot_product_attention` makes FlashAttention's allocations
     on meta tensors.
 
-    Two parts of a streamed encoder-decoder call this function themselves: the encoder's layers,
-    which are not streamed, and attention to the encoder's output.
+    Two parts of a streamed encoder-decoder call this function themselves: an encoder's layers that
+    are not streamed, and attention to the encoder's output.
     """
     with replace_attribute([F], "scaled_dot_product_attention", [_flash_as_sdpa]):
         yield
@@ -236,6 +237,7 @@ def _flash_as_sdpa(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    attn_mask: Tensor | None = None,
     *_: Any,
     is_causal: bool = False,
     scale: float | None = None,
@@ -243,7 +245,18 @@ def _flash_as_sdpa(
 ) -> Tensor:
     """Return the output [B, H, T, D] of torch's FlashAttention operation on tensors without data.
     Replaces `F.scaled_dot_product_attention` and has its arguments: query [B, H, T, D], key and
-    value [B, H_kv, S, D]. A mask and dropout are ignored."""
+    value [B, H_kv, S, D]. A mask of booleans and dropout are ignored.
+
+    A mask of numbers, [1, H, T, S], is T5's bias of all pairs of positions. FlashAttention adds no
+    bias, so the result is then that of torch's memory-efficient attention. Its backward allocates
+    the bias's gradient for each row.
+    """
+    if attn_mask is not None and attn_mask.is_floating_point():
+        pairs = (*query.shape[:3], key.shape[2])
+        biased: Tensor = aten._scaled_dot_product_efficient_attention(
+            query, key, value, attn_mask.expand(pairs), True, 0.0, is_causal, scale=scale
+        )[0]
+        return biased
     result: Tensor = aten._scaled_dot_product_flash_attention(
         query, key, value, 0.0, is_causal, scale=scale
     )[0]
@@ -258,6 +271,7 @@ def _flash(
     attention_mask: Any,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    position_bias: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Return the output [B, T, H, D_v] of torch's FlashAttention operation, and None in place of
@@ -265,8 +279,14 @@ def _flash(
 
     The function is registered as one of transformers' attention functions and has their arguments.
     A mask and a softcap are ignored. A module with is_causal=False reads all keys, or those of a
-    window to both sides; any other module is causal.
+    window to both sides; any other module is causal. With T5's bias, [1, H, T, S], transformers'
+    sdpa function makes the mask to which the bias is added.
     """
+    if position_bias is not None:
+        with fused_sdpa():
+            return ALL_ATTENTION_FUNCTIONS[SDPA](
+                module, query, key, value, None, scaling=scaling, position_bias=position_bias
+            )
     causal = getattr(module, "is_causal", True) is not False
     size = value.shape[-1]
     wide = max(size, query.shape[-1])  # the kernel supports a single head size

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -28,7 +29,7 @@ from streambp.planner.host import CountingManager, UncountedHost
 from streambp.planner.kernels import CountedCalls, launched_kernels
 from streambp.planner.laws import Point, fit_bytes, fit_work
 from streambp.planner.mixers import assumed_kernels
-from streambp.planner.model_class import assumptions, inputs_of
+from streambp.planner.model_class import assumptions, counted_stack, inputs_of
 from streambp.planner.packed_weights import bytes_of, parameters_of
 from streambp.planner.profile import (
     CONTEXT_PARALLEL,
@@ -37,9 +38,15 @@ from streambp.planner.profile import (
     Method,
     Node,
     ParameterGroup,
+    Phase,
     Profile,
 )
-from streambp.planner.sample_points import SAMPLE_CHUNKS, TILED_SAMPLE_CHUNKS, points_for
+from streambp.planner.sample_points import (
+    SAMPLE_CHUNKS,
+    TILED_SAMPLE_CHUNKS,
+    biased_points_for,
+    points_for,
+)
 from streambp.planner.skeleton import ShrunkModel, Skeleton
 from streambp.planner.splits import SplitCount, lines_of_keys, split_of, split_over
 from streambp.planner.step import Span, counted_head, fused_attention, run_step
@@ -328,8 +335,9 @@ class Counter:
 
     def uses_fused_kernel(self, recipe: SurveyRecipe) -> bool:
         """True if a fused attention kernel would run in the recipe's step. False if attention is
-        computed by matrix products. A fused kernel on a GPU requires half precision, no softcap and
-        no keys picked by an indexer (sparse attention). A recipe is a way to run a step."""
+        computed by matrix products. A fused kernel on a GPU requires half precision, no softcap, no
+        bias of T5's kind, and no keys picked by an indexer (sparse attention). A recipe is a way to
+        run a step."""
         if recipe.config is None:
             return True
         layers = _layers_of(self.skeleton.model)
@@ -344,7 +352,9 @@ class Counter:
                 if not recipe.split:
                     steps = self.skeleton.model._streambp.steps  # type: ignore[union-attr]
                     self._unread = [layer_state.tests.unread for layer_state in steps.layer_states]  # type: ignore[union-attr]
-            self._fused = count.work.forward + count.work.backward > 0
+            attends = count.work.forward + count.work.backward > 0
+            # Beside T5's biased attention, attention to the encoder's output may be fused.
+            self._fused = attends and not self.skeleton.adds_biases
         return self._fused
 
     def more_points(self, recipe: SurveyRecipe, size: int, counts: Works) -> Works:
@@ -440,7 +450,7 @@ class Counter:
         """
         model = self.skeleton.model
         skeleton = self.skeleton
-        layers = max((stack.layers for stack in find_stacks(model).stacks), key=len)
+        layers = counted_stack(model).layers
         with skeleton.active():
             ids = torch.empty(self.batch_size, point[0], dtype=torch.long)  # [B, T]
 
@@ -568,6 +578,31 @@ def _add_growth(phases: list[PhaseMemory], growth: list[PhaseMemory]) -> list[Ph
     return result
 
 
+def _fit_groups(
+    groups: Sequence[tuple[Point, ...]],
+    phases: Sequence[Sequence[PhaseMemory]],
+    shrunk_model: ShrunkModel,
+    biases: bool,
+) -> tuple[Phase, ...]:
+    """Return the memory of each phase as functions of T and C, one for each group of points. The
+    larger value counts. The result is empty if no phases were counted.
+
+    Args:
+        groups: (T, C) of the counted steps, in one or several groups.
+        phases: the phases of each counted step, in the order of the points.
+        shrunk_model: the kind of each layer of the full model.
+        biases: True for models whose attention adds T5's bias. The functions of the last group then
+            have a part that grows with T^2 or T C.
+    """
+    fitted: list[Phase] = []
+    start = 0
+    for group in groups if phases else ():
+        part = phases[start : start + len(group)]
+        fitted += fit(group, part, shrunk_model, biases and group is groups[-1])
+        start += len(group)
+    return tuple(fitted)
+
+
 def _count_method(
     counter: Counter, recipe: SurveyRecipe, at: Point | None, accumulating: bool, timed: bool
 ) -> Method:
@@ -587,13 +622,18 @@ def _count_method(
     ranks = counter.ranks(recipe) if recipe.split else 1  # raises if the model cannot be sharded
     layers = _layers_of(counter.skeleton.model)
     states = any(states_argument(layer) is not None for layer in layers)
-    points = points_for(at, chunked, fused, states, tiles)
+    biases = counter.skeleton.adds_biases
+    groups = (points_for(at, chunked, fused, states, tiles),)
+    if biases:
+        groups = biased_points_for(at, chunked, counter.skeleton.device == "cuda")
+    points = tuple(itertools.chain(*groups))
     if recipe.split:  # a shard has two parts of complete chunks
         if at is not None:
             large = 4 * math.ceil(at[1] / 4)
         else:
             large = (SAMPLE_CHUNKS if fused else TILED_SAMPLE_CHUNKS)[1]
         points = (4 * large, large), (2 * large, large // 2), (6 * large, large)
+        groups = (points,)
     first: list[list[PhaseMemory]] = []
     more_phases: list[list[PhaseMemory]] = []
     hosts = list[list[float]]()
@@ -621,12 +661,12 @@ def _count_method(
         lengths_of_shards = [tokens for tokens, _ in points]
         first = lines_of_keys(first, split, lengths_of_shards, ranks)
         more_phases = lines_of_keys(more_phases, split, lengths_of_shards, ranks)
-    regimes = [
-        fit(points, phases, counter.shrunk_model) if phases else ()
-        for phases in (first, more_phases)
-    ]
-    host = fit_bytes(points, hosts)[0]._replace(chunk=0.0)
-    if chunked and timed and not tiles:
+    regimes: list[tuple[Phase, ...]] = []
+    for at_points in (first, more_phases):
+        regimes.append(_fit_groups(groups, at_points, counter.shrunk_model, biases))
+    last = len(groups[-1])
+    host = fit_bytes(groups[-1], hosts[-last:], biases)[0]._replace(chunk=0.0, tokens_chunk=0.0)
+    if chunked and timed and not tiles and len(groups) == 1:
         more_points = counter.more_points(recipe, points[0][1], counted)
     else:
         more_points = {}
@@ -640,9 +680,8 @@ def _count_method(
     parts = []
     for name in counted[points[0]]:
         over_ranks = [Work().plus(costs[name], ranks) for costs in all_work.values()]
-        parts.append(
-            fit_work(name, lengths, over_ranks, k_block, len(counted), counter.skeleton.encoder)
-        )
+        encoder = counter.skeleton.encoder
+        parts.append(fit_work(name, lengths, over_ranks, k_block, len(counted), encoder, biases))
     work = tuple(parts)
     config = recipe.config or StreamConfig()
     how = (recipe.name, config.named_saves, config.offload, config.gpu_memory is not None, chunked)

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from streambp.admission.stacks import find_stacks
 from streambp.planner.count import StepCount
+from streambp.planner.model_class import counted_stack
 from streambp.planner.packed_weights import parameters_of
 from streambp.planner.profile import Node
 from streambp.planner.skeleton import ShrunkModel, Skeleton
@@ -34,7 +34,7 @@ def module_tree(skeleton: Skeleton, shrunk_model: ShrunkModel, batch_size: int) 
             that represents it.
         batch_size: number of rows of the batch with which activations are measured.
     """
-    layers = max((stack.layers for stack in find_stacks(skeleton.model).stacks), key=len)
+    layers = counted_stack(skeleton.model).layers
     bytes_by_module = _activations(skeleton, batch_size)
 
     def node(name: str, module: nn.Module, count: int) -> Node:

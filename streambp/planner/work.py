@@ -95,6 +95,7 @@ CAUSAL_INDEX = {  # index of is_causal among the arguments
     ATTENTION_BACKWARDS[0]: 11, ATTENTION_BACKWARDS[1]: 7, ATTENTION_BACKWARDS[2]: 11,
     ATTENTION_BACKWARDS[3]: 11,
 }  # fmt: skip
+BIAS_INDEX = {ATTENTION_FORWARDS[3]: 3, ATTENTION_BACKWARDS[3]: 4}  # index of the scores' bias
 
 
 def _attention_shapes(func: Any, args: Any) -> tuple[int, int, int, int, int, int, int]:
@@ -214,7 +215,8 @@ def _size(tensor: Tensor) -> int:
 def traffic_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     """Return the bytes that one torch operation reads and writes, for a prediction of its seconds.
     Attention and matrix products count 0 bytes, because their FLOPs determine their seconds. A
-    product that is added to a sum counts the sum's bytes.
+    product that is added to a sum counts the sum's bytes. Attention with a bias of all pairs of
+    positions counts the bytes of the bias, and in backward those of its gradient.
 
     Args:
         func: the operation, an overload of `torch.ops.aten` that returns no view.
@@ -226,6 +228,12 @@ def traffic_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     output_bytes = sum(map(_size, tensors(result)))
     if func in ACCUMULATING_PRODUCTS:
         return 2 * output_bytes
+    if func in BIAS_INDEX:
+        bias = args[BIAS_INDEX[func]]
+        if not isinstance(bias, Tensor):
+            return 0
+        gradients = tensors(result)[3:] if func in ATTENTION_BACKWARDS else []
+        return _size(bias) + sum(map(_size, gradients))
     if func in FACTOR_INDEX or func in ATTENTION_OPERATORS or name in EMPTY_CREATORS:
         return 0
     if name in FILLING_OPERATORS:
@@ -278,7 +286,8 @@ def work_of(func: Any, args: Any, kwargs: Any, result: Any) -> Work:
         return Work(2 * terms * b.shape[-1], traffic=size, dispatches=1)
     if func in ATTENTION_OPERATORS:
         flops = attention_flops(func, args, kwargs)
+        size = traffic_of(func, args, kwargs, result)
         if func in ATTENTION_BACKWARDS:
-            return Work(backward=flops, dispatches=1)
-        return Work(forward=flops, dispatches=1)
+            return Work(backward=flops, traffic=size, dispatches=1)
+        return Work(forward=flops, traffic=size, dispatches=1)
     return Work(traffic=traffic_of(func, args, kwargs, result), dispatches=1)

@@ -12,7 +12,7 @@ from streambp.admission.stacks import find_stacks
 from streambp.planner.compose import unroll
 from streambp.planner.count import LiveBytes
 from streambp.planner.measure import uncount_host
-from streambp.planner.model_class import loss_of
+from streambp.planner.model_class import counted_stack, loss_of
 from streambp.planner.skeleton import Skeleton
 from streambp.planner.step import run_step
 from streambp.planner.survey import CHECKPOINTING_RECIPE, Counter, streamed_recipe
@@ -96,7 +96,7 @@ def peaks(model, recipe, length, chunk_size, encoder_len=None):
     else:
         streambp.patch(model, dataclasses.replace(recipe.config, chunk_size=chunk_size))
     ids = torch.randint(3, 60, (1, length))
-    layers = max((stack.layers for stack in find_stacks(model).stacks), key=len)
+    layers = counted_stack(model).layers
     has_head = model.get_output_embeddings() is not None
 
     def loss():

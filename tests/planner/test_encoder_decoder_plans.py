@@ -11,7 +11,7 @@ import copy
 import pytest
 import torch
 from packaging import version
-from transformers import BartConfig, MarianConfig, T5Config, T5GemmaConfig, WhisperConfig
+from transformers import BartConfig, MarianConfig, T5GemmaConfig, WhisperConfig
 
 from streambp.errors import ConfigError, UnsupportedModelError
 from streambp.layer.layer_state import LayerState
@@ -181,9 +181,3 @@ def test_a_length_that_does_not_apply_is_refused():
     from_decoder = build(BartConfig(**SIZES, is_encoder_decoder=False), model_class.build_as)
     with pytest.raises(ConfigError, match="has no encoder"):
         Skeleton(from_decoder, torch.bfloat16, None, 16, "cuda", encoder_len=512)
-
-
-def test_t5_is_refused_by_its_bias():
-    config = T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4)
-    with pytest.raises(UnsupportedModelError, match="adds a bias for each distance"):
-        plan(config, 4096, gpu_memory="2GiB")
