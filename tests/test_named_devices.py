@@ -72,6 +72,7 @@ PLACES = {
         lazy/base.py:
         model/split.py:refuse_replicas
         planner/model_class.py:fixed_positions
+        planner/model_class.py:refuse_other_biases
         planner/survey.py:survey
     """,
 }

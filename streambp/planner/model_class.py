@@ -21,7 +21,7 @@ from transformers import (
 
 from streambp.admission.stacks import Stack, find_stacks, is_bidirectional
 from streambp.attention.position_biases import biases_distances
-from streambp.errors import ConfigError
+from streambp.errors import ConfigError, UnsupportedModelError
 
 LANGUAGE_MODEL_SUFFIXES = ("LM", "PreTraining", "LMHeadModel", "ConditionalGeneration")
 PREFIX_TYPE = "paligemma"
@@ -148,6 +148,29 @@ def adds_biases(model: nn.Module) -> bool:
     does. Unpatched attention then builds a bias for all pairs of positions, so a step's bytes have
     a part that grows with the square of the length."""
     return any(map(biases_distances, model.modules()))
+
+
+def refuse_other_biases(model: nn.Module) -> None:
+    """Raise if an attention module adds a bias by the distance of query and key, and is in no layer
+    that streams. LongT5's encoder, which attends in local blocks, has such modules.
+
+    Args:
+        model: the model.
+
+    Raises:
+        UnsupportedModelError: a module outside of the streamed layers adds such a bias.
+    """
+    streamed: set[nn.Module] = set()
+    for stack in find_stacks(model).stacks:
+        for layer in stack.layers:
+            streamed.update(layer.modules())
+    for module in model.modules():
+        if biases_distances(module) and module not in streamed:
+            raise UnsupportedModelError(
+                f"{type(module).__name__} adds a bias for each distance between two positions, in "
+                "layers that streambp leaves as they are, which the planner does not count. Run a "
+                "step and measure its memory (torch.cuda.max_memory_allocated)."
+            )
 
 
 def counted_stack(model: nn.Module) -> Stack:

@@ -59,6 +59,7 @@ from streambp.planner.model_class import (
     fixed_positions,
     is_encoder_decoder,
     loss_of,
+    refuse_other_biases,
 )
 from streambp.planner.packed_weights import (
     FOUR_BIT_BYTES,
@@ -161,6 +162,8 @@ class Skeleton:
         activate_packed(self.model, stays=True)
         check_encoder_len(self.model, encoder_len)
         self.adds_biases = adds_biases(self.model)
+        if self.adds_biases:
+            refuse_other_biases(self.model)
         self.fused = fusion(kernels, device)
         fuse_layers(self.model, self.fused)
         self.model.train()

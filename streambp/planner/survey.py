@@ -578,6 +578,21 @@ def _add_growth(phases: list[PhaseMemory], growth: list[PhaseMemory]) -> list[Ph
     return result
 
 
+def _points_of_shards(at: Point | None, fused: bool) -> tuple[Point, ...]:
+    """Return the lengths and chunk sizes (T, C) at which steps with sequence sharding are counted.
+    A shard, a rank's part of a sequence, has two parts of complete chunks.
+
+    Args:
+        at: (T, C) where the functions are most accurate; None: functions for any length.
+        fused: True if a fused kernel computes attention; False for plain matrix products.
+    """
+    if at is not None:
+        large = 4 * math.ceil(at[1] / 4)
+    else:
+        large = (SAMPLE_CHUNKS if fused else TILED_SAMPLE_CHUNKS)[1]
+    return (4 * large, large), (2 * large, large // 2), (6 * large, large)
+
+
 def _fit_groups(
     groups: Sequence[tuple[Point, ...]],
     phases: Sequence[Sequence[PhaseMemory]],
@@ -624,16 +639,11 @@ def _count_method(
     states = any(states_argument(layer) is not None for layer in layers)
     biases = counter.skeleton.adds_biases
     groups = (points_for(at, chunked, fused, states, tiles),)
-    if biases:
+    if recipe.split:
+        groups = (_points_of_shards(at, fused),)
+    elif biases:
         groups = biased_points_for(at, chunked, counter.skeleton.device == "cuda")
     points = tuple(itertools.chain(*groups))
-    if recipe.split:  # a shard has two parts of complete chunks
-        if at is not None:
-            large = 4 * math.ceil(at[1] / 4)
-        else:
-            large = (SAMPLE_CHUNKS if fused else TILED_SAMPLE_CHUNKS)[1]
-        points = (4 * large, large), (2 * large, large // 2), (6 * large, large)
-        groups = (points,)
     first: list[list[PhaseMemory]] = []
     more_phases: list[list[PhaseMemory]] = []
     hosts = list[list[float]]()
