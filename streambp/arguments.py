@@ -31,6 +31,7 @@ def amount_parser(
 
     Args:
         parse_number: function of (field name, text) that returns the number, or raises ConfigError.
+            The field name, which is for the error's message, is "" here.
         longest: True if the text "max" is accepted too, and returned as text.
     """
 

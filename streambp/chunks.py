@@ -59,7 +59,7 @@ class Barrier:
     [start, stop) ends at `stop`, the position behind its last token.
 
     A query before such an end would read a key behind the end, or the next chunk would begin with
-    the last token of a document.
+    the last token of a document. Kernels of recurrent states have no backward for a single token.
 
     Attributes:
         first: the first forbidden end.

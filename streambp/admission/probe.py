@@ -229,8 +229,8 @@ def _test_full_length(call: LayerCall) -> Verdict:
 
 
 def _why_not(call: LayerCall, hidden_states: Tensor) -> ProbeResult:
-    """Run the test on random tokens if the layer's chunks compute the same as the full sequence,
-    and return the result. Values that the layer stores in the test are removed. [Note: a trial
+    """Test on random tokens if the layer's chunks compute the same as the full sequence, and return
+    the result. Values that the layer stores in the test are removed. [Note: a trial
     leaves nothing]
 
     Args:
@@ -308,8 +308,9 @@ def _result_of_error(
     """Return the result of a test whose run in chunks raised.
 
     The call then runs unchunked. If the unpatched layer computes these tokens, the exception counts
-    against chunks: repeated exceptions make all calls of this kind run unchunked. If the unpatched
-    layer raises as well, nothing is decided, because the call itself will raise.
+    against chunks: repeated exceptions make all calls with arguments of the same form run
+    unchunked. If the unpatched layer raises as well, nothing is decided, because the call itself
+    will raise.
 
     Args:
         call: the layer's call on one batch, with its arguments and chunks.
@@ -491,8 +492,8 @@ def _crosses(
         x: random hidden_states, [..., B, t, h].
         upstream: random gradient of the layer's output, shaped like x.
         second_start: first position of the second chunk.
-        origin: object that the autograd node at the layer's input references. The caller tests
-            later if the object is still alive, because other code has stored a part of the graph.
+        origin: object that the autograd node at the layer's input references. If the object is
+            still alive later, the caller concludes that other code has stored a part of the graph.
     """
     first_chunk, second_chunk = slice(second_start), slice(second_start, x.shape[-2])
     kind = call.layer_state.kind

@@ -186,8 +186,8 @@ class Snapshot:
 
     def _names_in_code(self) -> set[str]:
         """Return all names in the code of hooks and forwards, and of methods that this code names.
-        `iterators` reports an iterator only if one of these names is the attribute that holds the
-        iterator. The restriction is for objects with many methods."""
+        `iterators` reports an object's iterator only if the iterator's attribute is among these
+        names. An object with many methods may have iterators for other purposes."""
         names: set[str] = set()
         waiting = [*self._functions]
         for name in CALLED_METHODS:
@@ -659,8 +659,8 @@ def _values_equal(value: Any, other_value: Any) -> bool:
 
 
 def _is_changed(name: str, changed_names: Iterable[str]) -> bool:
-    """True if the value of this name, or a value inside it, is among the values that a later run
-    changed."""
+    """True if a later run of a test changed the value `name`, or a value inside, such as a['b']
+    inside a. The run's changed values are `changed_names`."""
     return any(
         changed_name == name or changed_name.startswith((f"{name}.", f"{name}["))
         for changed_name in changed_names

@@ -471,8 +471,8 @@ def is_bidirectional(layer: nn.Module) -> bool:
 
 
 def attends_ahead_by_itself(layer: nn.Module) -> bool:
-    """True if a layer computes bidirectional attention itself: it has a cache argument, as a
-    decoder's, and its modules say that it is no decoder (is_decoder=False)."""
+    """True if a layer computes bidirectional attention itself. Such a layer has a cache argument,
+    like a decoder's layer, but its modules have is_decoder=False."""
     if cache_argument(layer) is None:
         return False
     says = [module.is_decoder for module in layer.modules() if hasattr(module, "is_decoder")]
@@ -497,8 +497,8 @@ def _reads_text(backbone: PreTrainedModel) -> bool:
 
 
 def _takes_argument(layer: nn.Module, argument: str) -> bool:
-    """True if the layer's forward has an argument of this name, or is no Python function, whose
-    arguments are unknown."""
+    """True if the layer's forward has an argument of this name. Also true if the forward is no
+    Python function, because its arguments are then unknown."""
     forward = written_forward(layer)
     if not hasattr(forward, "__code__"):
         return True

@@ -101,8 +101,8 @@ def _refill_own(holder: dict[str, Any], content: dict[str, Any]) -> None:
 
 
 def is_replaced(saved: Any, current: Any) -> bool:
-    """True if a module's code has replaced the value `saved` of a parameter or buffer: one of the
-    two is None, or both are plain parameters.
+    """True if a module's code has replaced the value `saved` of a parameter or buffer by another
+    object, `current`. One of the two is then None, or both are plain parameters.
 
     A test replaces parameters by plain tensors and buffers by copies, and a sharding engine
     replaces parameters by distributed tensors. Such replacements do not count.
@@ -158,12 +158,13 @@ def _read_calls(holder: functools._lru_cache_wrapper[Any]) -> dict[str, bool]:
 
 
 def _refill_calls(holder: functools._lru_cache_wrapper[Any], content: dict[str, bool]) -> None:
-    """Clear an lru_cache after a test, if the cache was empty before. A cache with entries stays
-    unchanged, because single entries of a bounded cache cannot be removed.
+    """Clear an lru_cache after a test run of a layer, if the cache was empty before. A cache with
+    entries stays unchanged, because single entries of a bounded cache cannot be removed.
 
     Args:
         holder: the function with the cache.
-        content: {"filled": True} if the cache had entries when it was read.
+        content: {"filled": True} if the cache had entries before the test run, otherwise
+            {"filled": False}.
     """
     if not content["filled"]:
         holder.cache_clear()
@@ -236,16 +237,16 @@ def _refill_slots(holder: Any, content: dict[str, Any]) -> None:
 
 
 def read_globals(names: tuple[str, ...], holder: dict[str, Any]) -> dict[str, Any]:
-    """Return those of the named globals that exist in the dict `holder`, for a snapshot before a
-    test."""
+    """Return a dict of the globals in `names` that exist in the dict `holder`. A snapshot saves
+    their values before a test run of a layer."""
     return {name: holder[name] for name in names if name in holder}
 
 
 def refill_globals(
     names: tuple[str, ...], holder: dict[str, Any], saved_values: dict[str, Any]
 ) -> None:
-    """Restore the named globals in the dict `holder` after a test, and remove named globals that
-    did not exist before.
+    """Restore the named globals in the dict `holder` after a test run of a layer, and remove named
+    globals that did not exist before.
 
     Args:
         names: names of the globals.

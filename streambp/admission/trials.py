@@ -451,8 +451,8 @@ class Trial:
 
 
 def _keys_and_values(prefix: Prefix) -> list[Tensor]:
-    """Return K and V [B, filled, H_kv, D] of each attention call, as a test run has stored them, to
-    be compared with another run's."""
+    """Return K and V [B, t, H_kv, D] of each attention call for the t tokens that a test run has
+    stored, to be compared with another run's."""
     kv_buffers = [kv_buffer for kv_buffer in prefix.kv_storages if isinstance(kv_buffer, KVBuffer)]
     return [
         part[:, : prefix.filled_until]

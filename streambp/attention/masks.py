@@ -316,7 +316,15 @@ def _reads_all(
 ) -> bool:
     """True if each query of a mask reads all keys but padding, so that one interval for each row
     describes the mask. Compares all T^2 elements of the mask, SCAN_TILE_SIZE^2 at a time, and stops
-    at the first difference."""
+    at the first difference.
+
+    Args:
+        mask: the mask's description.
+        batch_size: rows of the batch.
+        length: T.
+        padding: [B, T], True for tokens; None: no padding.
+        device: the device on which to compare.
+    """
     dense = DenseMask(batch_size, length, mask)
     for q0 in range(0, length, SCAN_TILE_SIZE):
         for k0 in range(0, length, SCAN_TILE_SIZE):

@@ -25,8 +25,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command of `streambp` and return its exit code.
 
     The code 0 is success: `verify` found exact gradients, or `plan` a step that fits into memory.
-    The code 1 is the opposite. The code 2 is a wrong command line, or a model that cannot be
-    counted or judged. `streambp launch` returns the exit code of the program that it starts.
+    The code 1 means that gradients are not exact, or that no step fits. The code 2 means an error
+    without a result, such as a wrong command line. `streambp launch` returns the exit code of the
+    program that it starts, or 96 if the program succeeded without a patched model.
 
     Args:
         argv: the words after `streambp`; None: those of this process's command line.

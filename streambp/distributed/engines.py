@@ -146,8 +146,8 @@ def engine_of(module: nn.Module) -> str | None:
     """Return the name, for messages, of the engine that shards a module's parameters or reduces
     their gradients: "DDP", "FSDP2", "FSDP1" or DeepSpeed's ZeRO. None if there is none.
 
-    An engine that wraps a model around this module is found by marks on the parameters. DDP sets no
-    marks, and is found only if its wrapper is the module or inside it.
+    An engine that wraps a larger model, of which this module is a part, is found by marks on the
+    parameters. DDP sets no marks, and is found only if its wrapper is the module or inside it.
     """
     modules, parameters = contents_of(module)
     if any(isinstance(inner, DistributedDataParallel) for inner in modules):

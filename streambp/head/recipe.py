@@ -55,8 +55,8 @@ class HeadRequest:
             besides log_probs; None: only the loss itself is needed.
         temperature: divisor of the logits.
         in_float32: True if products are computed in float32.
-        norms: final norms of the decoder that ends in this output projection; other norms (an
-            encoder's) are computed at once.
+        norms: norms that may be computed later, with the logits: final norms of the decoder that
+            ends in this output projection. Other norms (an encoder's) run in the model's forward.
         num_items: num_items_in_batch, by which the model divides the sum of its loss; None: not
             passed.
         beside_loss: True if the model returns these logits together with a loss. Engines such as
@@ -258,11 +258,11 @@ def blockwise_loss(
         reduction: "none", "mean" or "sum", as in F.cross_entropy.
 
     Returns:
-        In promote_types(source dtype, float32): a scalar, or [N] for reduction "none". 0 if no
-            label is valid.
+        In promote_types(source dtype, float32): a scalar, or the shape of `target` for reduction
+            "none". 0 if no label is valid.
 
     Raises:
-        StreamBPError: the number of labels is not N, or a label is outside the vocabulary.
+        StreamBPError: the number of labels is not N (or M), or a label is outside the vocabulary.
     """
 
     positions = (source if recipe.token_positions is None else recipe.token_positions).shape[0]
@@ -391,8 +391,8 @@ def _loss_at_positions(
             """Return the values of all M tokens [M]; 0 (False) at tokens without a label.
 
             Args:
-                values: values of the labelled tokens, or of the different pairs of hidden state and
-                    label.
+                values: one value for each labelled token. If equal pairs of hidden state and label
+                    were computed once: one value for each different pair.
             """
             if repeats is not None:
                 values = values[repeats]

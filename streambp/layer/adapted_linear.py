@@ -40,16 +40,17 @@ HIGH_PART_STRIDE = 2  # every other part of [hi, lo, hi] is the high one
 class Factor(NamedTuple):
     """A LoRA matrix [rank, m], split into matrices in the dtype of the matrix products.
 
-    A float32 matrix becomes two bfloat16 matrices: hi, the rounded values, and lo, the rounding
-    errors.
+    If the products are in half precision and the matrix in another dtype (float32), it becomes two
+    matrices: hi, the rounded values, and lo, the rounding errors.
 
     Attributes:
         stack: [parts * rank + bias rows, m]: the parts one below the other, then the biases as
             rows.
         rank: the adapter's rank; for concatenated adapters the sum of their ranks.
         parts: number of [rank, m] matrices in `stack`. 1: [hi], for products in float32 or wider.
-            2: [hi; hi], for a matrix in half precision, where the second hi is multiplied by the
-            other operand's rounding errors. 3: [hi; hi; lo] for a float32 matrix.
+            2: [hi; hi], for a matrix in the products' half-precision dtype. The second hi is
+            multiplied by the other operand's rounding errors. 3: [hi; hi; lo], for products in half
+            precision and a matrix in another dtype (float32).
     """
 
     stack: Tensor
@@ -174,7 +175,8 @@ class AdaptedLinearArguments:
 
 def thin_product(x: Tensor, factor: Factor) -> Tensor:
     """Return x times the transpose of a LoRA matrix: [n, rank] in promote_types(x.dtype, float32).
-    The products with rounded values and with rounding errors are added.
+    If `factor` has the matrix's rounded values and its rounding errors, the products of x with both
+    are added.
 
     Args:
         x: [n, m], in the dtype of the factor.
@@ -234,7 +236,7 @@ def join_factors(factors: list[Factor]) -> Factor:
     `thin_product` computes x A^T for all Linears at once.
 
     Args:
-        factors: the A matrices of each Linear, all with the same number of parts.
+        factors: the A matrices of each Linear, all with the same `Factor.parts`.
     """
     high = [factor.distinct_rows[: factor.rank] for factor in factors]
     low = [factor.distinct_rows[factor.rank :] for factor in factors if factor.parts == 3]
@@ -251,7 +253,7 @@ class SharedInputState:
     adds its dx to one sum; the backward of `SharedInput` runs last and returns this sum.
 
     Attributes:
-        factors: A of each Linear, all with the same number of parts.
+        factors: A of each Linear, all with the same `Factor.parts`.
         joined: the A of all Linears as one factor.
         needs_x: True if x needs a gradient.
         products: x A^T of all Linears, [n, sum of ranks]; None: not yet computed, or already freed

@@ -101,14 +101,16 @@ class FactoredWeight(Tensor):
         scales: list[tuple[int, float]],
         tell: Callable[[str], None],
     ) -> FactoredWeight:
-        """Return a weight [E, n, m] or [n, m].
+        """Return a `FactoredWeight` of all E experts, [E, n, m], or of one expert, [n, m]. r is the
+        sum of the adapters' ranks.
 
         Args:
             folded: the sum of the weight and its adapters, [E, n, m] or [n, m].
-            left_factor: [E, n, r] or [n, r].
-            right_factor: [E, r, m] or [r, m].
+            left_factor: the adapters' left factors side by side, [E, n, r] or [n, r].
+            right_factor: the right factors one below the other, [E, r, m] or [r, m].
             scales: (rank, scale) of each adapter.
-            tell: the attribute `record_operation`.
+            tell: callback for the attribute `record_operation`: gets the name of an operation that
+                is no product.
         """
         weight = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             FactoredWeight,
@@ -305,15 +307,16 @@ class UnfactoredWeight(torch.autograd.Function):
 
 
 def _refuse_without_graph(values: tuple[Any, ...], func: Any) -> None:
-    """Raise if an operation that runs with gradients off has an adapted weight that was made with
-    gradients on among its arguments. The weight's adapters would get no gradient.
+    """Raise if a `FactoredWeight` that must give gradients to its adapters (`needs_graph`) is among
+    the arguments of an operation. Called for operations in no_grad mode, whose results have no
+    graph to the adapters.
 
     Args:
         values: the operation's arguments.
         func: the operation, named in the error.
 
     Raises:
-        UnsupportedModelError: one of the values is such a weight.
+        UnsupportedModelError: one of the values is a `FactoredWeight` with `needs_graph`.
     """
     if any(isinstance(value, FactoredWeight) and value.needs_graph for value in values):
         name = getattr(func, "__name__", str(func))
@@ -455,8 +458,8 @@ class LoraParameter:
         module: peft's module around the experts, or around another such module.
         why: the reason to call peft's own forward in every call; None: a `FactoredWeight` may
             replace the parameter.
-        why_in_call: the reason why peft's forward ran in the last call, or why its backward
-            computes the gradient of all experts' weight; None: neither was necessary.
+        why_in_call: text about the last call: the reason why peft's forward ran, or the operation
+            whose backward computes the gradient of the full weight. None: neither is the case.
     """
 
     module: Any
@@ -465,12 +468,13 @@ class LoraParameter:
 
     @property
     def can_be_fused(self) -> bool:
-        """Return False: the module is no Linear, so its output is neither saved nor skipped."""
+        """Return False. `LayerState.linears` reads this property to find Linears with adapters
+        whose outputs may be saved or skipped, and experts are no Linears."""
         return False
 
     def record_operation(self, operation: str) -> None:
-        """Record, for `describe`, that the experts' code ran an operation that is no product. Its
-        backward computes the gradient of all experts' summed weight."""
+        """Record, for `describe`, that the experts' code ran an operation that is no product. The
+        operation's backward computes the gradient of the full weight of all experts."""
         self.why_in_call = f"{operation} needs the weight's whole gradient"
 
 
@@ -547,7 +551,8 @@ class PlainWeight:
 
     @property
     def source(self) -> Tensor:
-        """Return the parameter [E, n, m]. A `PackedWeight` has packed bytes here."""
+        """Return the parameter [E, n, m]. The class for 4-bit weights, `PackedWeight`, returns its
+        packed bytes instead."""
         parameter: Tensor = self.module._parameters[self.name]
         return parameter
 
@@ -557,8 +562,8 @@ class PlainWeight:
         return self.source.dtype
 
     def value(self) -> Tensor:
-        """Return the parameter [E, n, m] without a copy. A `PackedWeight` decodes its bytes
-        here."""
+        """Return the parameter [E, n, m] without a copy. The class for 4-bit weights,
+        `PackedWeight`, returns a decoded copy instead."""
         return self.source
 
     @contextlib.contextmanager
@@ -611,8 +616,8 @@ class FactoredExperts:
 
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the experts' output for x [..., in] and the experts' further arguments, `args` and
-        `kwargs`. If `lora_parameter.why_in_call` is set by this call, or `adapter_names` is passed,
-        peft's own forward runs."""
+        `kwargs`. Run peft's own forward if `adapter_names` is passed, or if no `FactoredWeight` can
+        replace the weight in this call, for the reason in `lora_parameter.why_in_call`."""
         module = self.lora_parameter.module
         weight = stored_weight(module)
         assert weight is not None
@@ -681,7 +686,7 @@ def _why_not_in_call(module: Any, weight: PlainWeight | PackedWeight) -> str | N
 
 def folded_weight(module: Any, base: Tensor, adapters: list[str]) -> Tensor:
     """Return the sum of a weight and its adapters [E, n, m], computed with the operations of peft,
-    so that the bits are the same.
+    so that the sum is bitwise equal to peft's.
 
     Args:
         module: peft's module.
@@ -699,8 +704,9 @@ def folded_weight(module: Any, base: Tensor, adapters: list[str]) -> Tensor:
 
 
 def _pad_rank(left_factor: Tensor, right_factor: Tensor) -> tuple[Tensor, Tensor]:
-    """Return contiguous factors [E, n, r'] and [E, r', m] with rows of zeros up to the rank that
-    grouped_mm reads. The product of left [E, n, r] and right [E, r, m] is unchanged."""
+    """Return left [E, n, r] and right [E, r, m] as contiguous factors [E, n, r'] and [E, r', m],
+    padded with zeros along the rank. Rows of r' entries have a multiple of `ROW_ALIGNMENT_BYTES`
+    bytes, as grouped_mm needs. The product of both factors is unchanged."""
     ranks = ROW_ALIGNMENT_BYTES // left_factor.element_size()
     extra_ranks = -left_factor.shape[-1] % ranks
     if extra_ranks:

@@ -92,15 +92,15 @@ class TrialResult:
         is_tested: True if the decision between chunks and an unchunked run has been made for these
             calls.
         reason: the reason why calls of this kind run unchunked; None: they run in chunks.
-        searched_for_writes: the autocast states under which a test has searched the forward for in-place
-            writes, so that no other test has to.
+        searched_for_writes: the autocast states under which a test has searched the forward for
+            in-place writes, so that no other test has to.
         tested_lengths: dict from chunk size to the longest sequence length, in tokens, that needs
-            no further test. `ANY_CHUNK_SIZE` is the key for all other chunk sizes. None: no test
-            ran.
+            no further test. The key `ANY_CHUNK_SIZE` has the length for all chunk sizes that are no
+            keys of the dict. None: no test ran.
         adopted: True if the results were copied from calls of the layer with fewer hooks, without a
             test.
-        doubts: number of failed tests whose reason may be temporary, such as an exception. Each of
-            these calls ran unchunked, and the next call is tested again.
+        doubts: number of failed tests whose reason may be temporary, such as an exception. A call
+            with such a test runs unchunked, and the next call is tested again.
     """
 
     is_tested: bool = False
@@ -148,8 +148,8 @@ class LayerKind:
     chunk. [Note: carriers]
 
     Attributes:
-        attention: passes keys and values to later chunks; an instance of `NoAttention` itself for a
-            layer without attention.
+        attention: passes keys and values to later chunks; an instance of the base class
+            `NoAttention` if the layer has no attention.
         states: passes recurrent states to later chunks; `states.carries` is False for a layer
             without such states.
         position_cache: name of the argument for a cache that the layer asks only for the number of
@@ -371,8 +371,8 @@ class LayerState:
         saves_policy: chooses what to save for `saves="auto"`; None: the config says what to save.
         weights: the host copies of the weights; None: weights stay on the device.
         index: the layer's index in the model.
-        chunk_rule: returns the chunk size from index, rows, positions and device; None: the
-            config's chunk size.
+        chunk_rule: function of the layer's index, the number of rows, the positions of a row and
+            the device; returns the chunk size. None: the config's chunk size is used.
         previous: the forward that another library had set on the layer before `patch`; None: there
             was none.
         choices: replays routers' choices of experts; None: routers choose freely. [Note: choices]

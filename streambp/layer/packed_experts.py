@@ -53,8 +53,8 @@ class DecodedOnce:
 
 def packed_weights(layer: nn.Module) -> list[ParametrizationList]:
     """Return the parametrizations of a layer's 4-bit weights, of experts for example. A
-    parametrization is left out if `forward` was set on the object, or if it has further steps
-    beside the decoding."""
+    parametrization is left out if code has replaced its `forward` on the instance, or if the
+    parametrization has further steps beside the decoding."""
     kinds = packed_kinds()
     weights = []
     for module in layer.modules():
@@ -66,8 +66,9 @@ def packed_weights(layer: nn.Module) -> list[ParametrizationList]:
 
 
 def packed_kinds() -> tuple[Any, ...]:
-    """Return the classes of parametrizations that decode a 4-bit weight: streambp's own for models
-    that are only counted, and the class of bitsandbytes if this library is imported."""
+    """Return the classes of parametrizations that decode a 4-bit weight. The first is streambp's own
+    class, in models on meta or fake tensors whose memory and FLOPs are counted. The second is the
+    class of bitsandbytes, if this library is imported."""
     library = sys.modules.get(PACKED_PARAMETERS)
     kind = getattr(library, "Bnb4bitParametrization", None)
     return (CountedPackedWeight,) if kind is None else (CountedPackedWeight, kind)
@@ -106,10 +107,10 @@ class PackedWeight:
 
     @contextlib.contextmanager
     def replace(self, value: Tensor) -> Iterator[None]:
-        """Context manager in which the experts read `value` [E, n, m] as their weight. Torch's
-        cache of parametrized weights (`parametrize.cached`) has one key for a module and its
-        copies, so torch could return another weight. An empty cache replaces torch's cache during
-        the context."""
+        """Context manager in which the experts read `value` [E, n, m] as their weight. An empty
+        cache replaces torch's cache of parametrized weights (`parametrize.cached`) during the
+        context. Torch's cache has one key for a module and its copies, so the experts could read a
+        cached weight instead of `value`."""
         attributes = vars(self.weights)
         previous = attributes.get(FORWARD)
         earlier = parametrize._cache

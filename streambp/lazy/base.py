@@ -48,8 +48,8 @@ class SharedWriteCount:
 
     Attributes:
         watched: pairs of a tensor and its version counter at the time of `track_alias`. The tensor
-            shares the counter, but not the memory, of a real tensor with these values.
-        writes: number of writes to any of these lazy tensors.
+            shares the counter, but not the memory, of a real tensor with a lazy tensor's values.
+        writes: number of writes to the lazy tensor, its slices and its views.
     """
 
     watched: list[tuple[Tensor, int]] = dataclasses.field(default_factory=list)
@@ -393,8 +393,8 @@ signature_of = functools.cache(inspect.signature)  # called with rules of a clas
 
 def note_use(stand_ins: Sequence[Any], result: Any) -> None:
     """Set `has_dependents` to True on the lazy tensors `stand_ins` if `result`, which was computed
-    from these tensors, requires a gradient. A gradient hook that is registered on one of the
-    tensors later then raises."""
+    from these tensors, requires a gradient. Registering a gradient hook on one of the tensors later
+    then raises, because the hook would miss the gradient of `result`."""
     results = [result] if isinstance(result, Tensor) else tensors_in(result, Tensor)
     for stand_in in stand_ins:
         stand_in.has_dependents |= any(

@@ -108,10 +108,10 @@ class HeadHandle(torch.autograd.Function):
 
 class RunInBackward(torch.autograd.Function):
     """Autograd function from a tensor to a zero [1]. Backward calls the function `run`, an engine's
-    hook for example, and passes no gradient to the tensor. Only a handle, a tensor [1] that
-    represents logits in the graph (`HeadHandle`), gets the incoming gradient.
+    hook for example. If the tensor is a handle, a tensor [1] that represents logits in the graph
+    (`HeadHandle`), the incoming gradient is passed to the handle. Any other tensor gets None.
 
-    autograd runs the node that made the tensor in both cases.
+    autograd then runs the node that made the tensor, handle or not.
     """
 
     @staticmethod
@@ -144,9 +144,9 @@ class LazyResult(torch.autograd.Function):
     stores the results' gradients. `HeadHandle` then computes the gradients of hidden states and
     weights in one pass.
 
-    Zero-bubble pipelines run `HeadHandle` again later, with the gradient that arrived there. The
-    gradients of the results are no longer stored then. A zero in place of None lets `HeadHandle`
-    notice this case and raise an error.
+    Zero-bubble pipelines run backward in two passes, and start the second pass at `HeadHandle`. The
+    gradients of the results are no longer stored then. The zero from the first pass, in place of
+    None, lets `HeadHandle` notice the second pass and raise an error.
     """
 
     @staticmethod
@@ -339,8 +339,8 @@ class LazyHead:
 
     def known_statistics(self, reading: LogitsReading) -> tuple[Tensor, Tensor] | None:
         """Return the cached logsumexp and mean of the logits of N tokens, [N] each; None unless
-        both were computed before for all of these tokens. A program that asks for one after the
-        other computes the logits once."""
+        both were computed before for all of these tokens. The logits are thus computed once in a
+        program that computes the logsumexp first and the mean later."""
         positions = reading.positions.reshape(-1)
         if reading.projection not in self._statistics or not has_data(positions):
             return None
@@ -458,10 +458,10 @@ class FunctionCalculation:
     node: Node
 
     def with_padding(self) -> FunctionCalculation:
-        """Return a calculation that may read logits at padding: this object, or a copy. Hidden
-        states of a packed row have no padding. If the recorded function reads logits at padding of
-        such a batch, the hidden states with padding are computed once more. [Note: padding that is
-        read]"""
+        """Return the calculation that runs in place of this one: this object, or a copy that reads
+        other logits. If the batch was computed as a packed row, its hidden states have no padding.
+        If the recorded function reads logits at padding, the hidden states are then computed once
+        more with padding. [Note: padding that is read]"""
         if all(reading.head.recipe.late_padding is None for reading in readings(self.node)):
             return self
         return FunctionCalculation(

@@ -247,10 +247,11 @@ class LazyLogits(LazyTensor):
         ).share_memory_with(self)
 
     def casts_to(self, dtype: torch.dtype) -> bool:
-        """True if a cast to `dtype` can stay lazy: `dtype` is wider than this dtype, and not
-        float64.
+        """True if a cast to `dtype` can stay lazy: `dtype` has all values of this tensor's dtype,
+        and is not float64.
 
-        Integers and bools are never cast, because 1 + 1 differs from True + True.
+        False for integers and bools. A lazy cast does not change the operations that are computed
+        later, and 1 + 1 differs from True + True.
         """
         wider = torch.promote_types(dtype, self.dtype) == dtype
         return self.dtype.is_floating_point and wider and dtype != torch.float64

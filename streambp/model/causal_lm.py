@@ -447,8 +447,9 @@ class CausalLMForward(InstanceForward):
     def _finish(self, output: Any) -> Any:
         """Return the output of the model's own forward without placeholder tensors (`LazyHidden`).
 
-        Placeholders for logits become None, or are computed where the caller reads logits.
-        Placeholders for hidden states are always computed.
+        Placeholders for hidden states are computed. Placeholders for logits are removed (None in a
+        `ModelOutput`), except in evaluation if the setting `eval_logits` is on or if the caller
+        reads logits. The logits are then computed.
         """
         evaluates = not self.module.training
         logits_wanted = self.state.config.eval_logits and evaluates

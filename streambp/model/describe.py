@@ -341,8 +341,9 @@ def _describe_attention(state: PatchState, record: StepRecord | None) -> str:
     """Return text on attention for `streambp.describe`: the value of `StreamConfig.attention`, and
     the kernels that computed attention in the last chunked call of each layer.
 
-    Plain matrix products are slower than the other kernels. If they computed attention, the text
-    has the reason, or the kind of blocks of queries and keys.
+    Plain matrix products are slower than the other kernels. If plain products computed attention,
+    the text has the reason, or names the part of attention, for example "the near edges of sliding
+    windows".
 
     Args:
         state: state of the model's patch.
@@ -458,10 +459,10 @@ def _describe_offload(state: PatchState, record: StepRecord | None) -> str:
 
 
 def _host_time_text(host: HostChoice | None) -> str:
-    """Return text on the seconds that moving saved tensors to the host would spare in each step.
-
-    Return "" unless a move is faster but waits, until the spared seconds exceed the time to pin
-    host memory. [Note: host by seconds]
+    """Return text on how many seconds faster each step would be, by prediction, if saved tensors
+    were moved to the host. Tensors are not moved until the seconds that faster steps would have
+    spared exceed the seconds of pinning host memory. Return "" if this is not the reason why
+    tensors stay on the device. [Note: host by seconds]
 
     Args:
         host: decides in each micro-batch if tensors move; None: the settings decide.

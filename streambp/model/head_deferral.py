@@ -107,7 +107,8 @@ class DeferredForward(InstanceForward):
     @property
     def _runs_engine_linear(self) -> bool:
         """True if DeepSpeed has replaced torch's `F.linear` and the output projection runs
-        `nn.Linear`'s forward. `_project` then runs instead of that forward.
+        `nn.Linear`'s forward. `_project` then runs instead of that forward, because placeholder
+        tensors have a rule for torch's own `F.linear` only.
 
         DeepSpeed's function computes the same, and stays in place once the process has created a
         ZeRO-3 engine.

@@ -64,7 +64,7 @@ class PackedActivation:
 
 def activate_packed(model: nn.Module, stays: bool = False) -> None:
     """Replace the method of peft's modules that activates adapters, for weights of experts in 4
-    bits. The method of peft adds such an adapter twice, or leaves an adapter out.
+    bits. The method of peft adds an adapter of such a weight twice, or leaves the adapter out.
 
     Args:
         model: a module that contains peft's modules; changed in place.

@@ -64,7 +64,8 @@ class StepPredictor(Protocol):
 
     def __call__(self, device: torch.device) -> tuple[StepFigures, float]:
         """Return predictions for the model's steps on `device` (memory, bytes of saved tensors,
-        seconds), and the fraction of the model's gradients that exist now."""
+        seconds). The second result is the fraction of trained parameters, by bytes, whose `.grad`
+        is not None."""
         ...
 
     def room_for_weights(self, device: torch.device, rows: int, length: int) -> float:

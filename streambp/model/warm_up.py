@@ -117,8 +117,8 @@ def warm_up(model: nn.Module, **inputs: Any) -> None:
 
 
 def _earlier_warm_up(layers: list[LayerForward]) -> WarmUp:
-    """Return the state that an earlier `warm_up` left on these layers (`WarmUp`). Return a new
-    state if there is none, or if a later hook has modified a value since."""
+    """Return the `WarmUp` state that an earlier `warm_up` has stored for these layers. Return a new
+    state if there is none, or if a hook that was added later has modified a value of a layer."""
     for wrapper in layers:
         warm_up_record = wrapper.layer_state.tests.warm_up
         if warm_up_record is not None and warm_up_record.on:

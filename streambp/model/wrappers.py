@@ -524,7 +524,8 @@ class BackboneForward(InstanceForward):
 
         Args:
             kwargs: arguments of the call.
-            request: request of the output projection, which computes the final norm.
+            request: options and results of the output projection (`HeadRequest`), which also
+                computes the final norm.
         """
         context = self.state.running
         previous = context.defer_norm, context.is_recomputation
@@ -539,10 +540,10 @@ class BackboneForward(InstanceForward):
         """True if this call is computed chunk by chunk: no cache is passed, and neither a cache nor
         attention weights are returned.
 
-        If a call has no `use_cache`, the model's config decides, as unpatched. Training mode
-        ignores the config, without gradients, too: most programs never read the cache of a step,
-        gradient checkpointing returns none either, and dropout must draw the same masks as in the
-        step of GradCache. A caller that passes `use_cache=True` gets a cache.
+        A caller that passes `use_cache=True` gets a cache. If a caller does not pass `use_cache`,
+        the model's config decides in evaluation. Training mode ignores the config, because most
+        programs never read the cache of a step. This also holds without gradients: GradCache's
+        first forward must draw the same dropout masks as its step with gradients.
         """
         if has_cache(kwargs):
             self.state.history.given_cache |= torch.is_grad_enabled() and self.module.training

@@ -373,8 +373,8 @@ class SavesChoice:
         tokens: tokens over all rows.
         length: tokens of each row.
         chunk: tokens of each chunk over all rows.
-        headroom: bytes available for saved tensors on the device and on the host, after the layers'
-            inputs and all other needs of the step.
+        headroom: bytes of the device available for saved tensors, beside all other needs of the
+            step. Under offloading the number is not reported.
         plan: tensors that each layer saves, by the layer's index; an argument of the constructor
             alone.
         measured: the measured forward behind the choice, if saved tensors are copied to the host;
@@ -587,7 +587,7 @@ class Shortage:
         headroom: bytes available for saved tensors.
         planned: bytes of the tensors planned to be saved.
         planned_by_layer: the bytes in `planned` by layer index.
-        shortfall: largest shortfall in bytes; a negative number of bytes stayed free.
+        shortfall: most bytes of free memory that were lacking; negative if bytes stayed free.
         saves_dropped: True if the saved tensors were freed before their backward.
         failed: True if the device ran out of memory.
         margin: bytes that the next similar micro-batch leaves free, in addition to those that its
@@ -633,7 +633,7 @@ class BatchSaves:
         device: device of the first layer; only layers on this device save.
         last: index of the layer whose forward began last; infinity before the first layer.
         expected: free bytes planned for the start of the next layer.
-        slack: shortfall of free memory, in bytes, up to which nothing is changed.
+        slack: bytes of free memory that may be lacking before layers save less than planned.
         chunk_bytes: bytes that a chunk needs free; -infinity if nothing is saved.
         shortage: record of the memory that the micro-batch lacks compared with `plan`; None if
             nothing is saved.

@@ -236,8 +236,8 @@ class _PlacementSearch:
         Args:
             candidates: tensors of the layer that may be copied to the host.
             headroom: bytes that may be copied.
-            price: FLOPs that a byte of the device spares if another tensor takes it. A tensor that
-                spares more FLOPs for each byte counts as this price only.
+            price: FLOPs that a byte of the device spares if another tensor takes it. The spared
+                FLOPs of a candidate are counted up to this number for each byte, and not beyond.
         """
         if len(candidates) > MAX_COMBINED_TENSORS:
             choice = []
@@ -266,8 +266,8 @@ def _best_set(candidates: Sequence[Candidate], headroom: float, price: float) ->
     Args:
         candidates: a few tensors of one layer.
         headroom: bytes that may be copied to the host.
-        price: FLOPs that a byte of the device spares if another tensor takes it. A tensor that
-            spares more FLOPs for each byte counts as this price only.
+        price: FLOPs that a byte of the device spares if another tensor takes it. The spared
+            FLOPs of a candidate are counted up to this number for each byte, and not beyond.
     """
     best: tuple[int, ...] = ()
     max_value = 0.0

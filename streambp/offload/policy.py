@@ -162,11 +162,11 @@ class SavesPolicy:
 
     def begin_forward(self, device: torch.device, with_layers: bool = False) -> None:
         """Record that a forward of the model begins. The device's free memory and the model's
-        predictions are read once for each forward.
+        predictions are read once for each forward, by the first layer if no backbone has called.
 
         Args:
             device: the device of the input.
-            with_layers: True if the caller is the first layer and not the model.
+            with_layers: True if the first layer calls; False if the backbone calls.
         """
         if not self._begun:
             getattr(self.free, "forget", bool)()

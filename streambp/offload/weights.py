@@ -71,12 +71,12 @@ class WeightSlot:
 
     Attributes:
         memory: the memory [bytes], uint8.
-        last_read: event after the last read of the previous layer's weights.
-        filled: event after the copy of the weights.
+        last_read: event after the last use of the buffer. The next copy to the buffer waits for it.
+        filled: event after the copy of the weights to the buffer.
         index: index of the layer whose weights are in the buffer; -1: empty.
-        last_use: number of the last use, counted over all uses. The buffer with the smallest number
-            is overwritten first.
-        inside: True while the layer runs.
+        last_use: number of the buffer's last use; uses are counted over all buffers. The buffer
+            with the smallest number is overwritten first.
+        inside: True while the layer whose weights are in the buffer runs.
     """
 
     memory: Tensor

@@ -154,8 +154,8 @@ def fit_bytes(points: Sequence[Point], values: Sequence[Sequence[float]]) -> lis
     """Return bytes as linear functions of T, C and the number of chunks, fitted through counted
     steps. T is the tokens of a row, and C the tokens of a chunk.
 
-    The coefficients of each function are the constant, per T, per C and per chunk. There is no
-    slope in C if all points have C = 0, and none per chunk for only three points.
+    A function has a constant, and coefficients of T, C and the number of chunks. The last two are 0
+    if all points have C = 0. The last one is 0 for only three points.
 
     Args:
         points: (T, C) of each counted step.

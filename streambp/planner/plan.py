@@ -191,8 +191,8 @@ class Plan:
         memory: memory limits of each rank.
         seq_len: positions of a row; 0 if "max" was requested and no row fits.
         choice: the fastest step with fixed settings that fits at `seq_len`; None if none fits.
-        binds: name of the phase of a streamed step in which longer sequences exceed the GPU's
-            memory, or "host memory".
+        binds: the limit of longer sequences in chunked steps: name of the phase that exceeds the
+            GPU's memory, such as "backward 35" (of layer 35), or "host memory".
         levers: changes outside of streambp's settings (more GPUs, for example) that allow a longer
             sequence, the simplest first.
         longest: the longest sequence of each method (way to run a step).
@@ -631,7 +631,7 @@ def place_weights(
 
 def set_room(profile: Profile, memory: Memory, setting: Setting) -> Setting:
     """Return a copy of the setting in which `room` is an eighth of the device memory that is free
-    at the start of a step. Under context parallelism a rank may use so many bytes for keys and
+    at the start of a step. Under context parallelism a rank may use `room` bytes for keys and
     values gathered from other ranks.
 
     Args:

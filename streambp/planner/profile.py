@@ -84,7 +84,8 @@ class SequenceSplit:
             is copied to several ranks.
         gathered: bytes of gathered keys for each token of the full sequence, if heads are gathered
             in several groups one after the other.
-        gathered_at_once: bytes of gathered keys if all heads are gathered as one group.
+        gathered_at_once: bytes of gathered keys for each token of the full sequence, if all heads
+            are gathered as one group.
         summed: bytes of key gradients summed over ranks, for each token of the full sequence.
         moved: bytes moved on the device by reordering keys, for each token of the shard (Ulysses)
             or of the full sequence (context parallelism).

@@ -31,12 +31,13 @@ def answer(
     """Return an assumed result for an operation that reads values of a meta or fake tensor [...],
     if the tensor is the routing of tokens to experts. None if it is not.
 
-    Each expert gets an equal share of the tokens. The result is a tensor with values (the number of
-    tokens of each expert), or the shape and dtype of a new meta or fake tensor.
+    Each expert gets an equal share of the tokens. The result for a cast is a tensor with values,
+    the number of tokens of each expert. The result for `nonzero` is the shape and dtype of a new
+    meta or fake tensor.
 
     Args:
         func: the operation, `nonzero` or a cast that copies to the CPU (`_to_copy`).
-        tensor: its argument.
+        tensor: the operation's argument.
         rows: number of (token, expert) pairs in the last `topk` that may have selected experts; 0
             before the first.
         experts: number of experts; 0: unknown so far.

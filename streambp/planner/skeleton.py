@@ -88,8 +88,8 @@ class Skeleton:
         source: an id on the Hub, a checkpoint's folder, a config.json, a configuration, or a model
             (not changed).
         dtype: dtype of the weights, unless the source is a model.
-        lora: rank of adapters on every Linear of the layers (peft's "all-linear"); all other
-            parameters are frozen.
+        lora: rank of LoRA adapters on the Linears of the layers (`lora_targets`), with all other
+            parameters frozen; None: no adapters are added.
         bits: 4 or 8 for a quantised, frozen base; 16 for none.
         device: type of the device whose kernels and memory are counted.
         mixers: code of recurrent and convolutional layers: "kernels" of their packages,
@@ -97,8 +97,8 @@ class Skeleton:
             torch on a CPU.
         kernels: code of norms, gated activations and rotary embeddings, as in `StreamConfig`;
             "auto": Liger's on a GPU if liger-kernel is installed here.
-        fewer: True: copy only one or a few layers of each structure (`ShrunkModel`) if the source
-            is a model, and the parameters of these layers. False: copy all layers.
+        fewer: True: if the source is a model, copy only one or a few of its layers of each
+            structure (`ShrunkModel`). False: copy all layers.
         lora_targets: names of the Linears that get adapters; empty: every Linear of the layers that
             peft accepts.
         encoder_len: positions of each row of an encoder-decoder's encoder; None: the length of the
@@ -270,9 +270,10 @@ class Skeleton:
         return loss_of(self.model, ids, self.head is not None, self.encoder_len)
 
     def on_host(self) -> dict[str, Any]:
-        """Return the bytes that layers' weights would take in host memory, as a dict with the keys
-        "frozen", "trained" and "decoded" (fields of `Profile`). The dict is empty for 8-bit weights
-        and for torchao's, which cannot move to the host."""
+        """Return a dict with fields of `Profile` for weights in host memory. "frozen" and "trained"
+        are the bytes that each layer's weights would take there. "decoded" is a layer's dequantized
+        4-bit weights in bytes, on the device. The dict is empty for 8-bit weights and for
+        torchao's, which cannot move to the host."""
         layers: list[nn.Module] = []
         for stack in find_stacks(self.model).stacks:
             layers.extend(stack.layers)
@@ -363,8 +364,9 @@ class Skeleton:
 
 
 def _note_packed(weights: ParametrizationList, memo: dict[int, Any], device: torch.device) -> None:
-    """Copy the quantization statistics of a packed weight as tensors without data. Set the weight's
-    bytes and its number of parameters as attributes of the copy of the packed weight.
+    """Copy the quantization statistics of a packed weight as tensors without data. A packed weight
+    is, for example, an expert weight that bitsandbytes stores in 4 bits. Set the weight's bytes and
+    its number of parameters as attributes of the copy of the packed weight.
 
     Args:
         weights: the parametrization of the weight, in the original model.

@@ -52,8 +52,8 @@ class Span:
         work: FLOPs, bytes read and written, and dispatches in the phase.
         max_other_bytes: dict from bytes in use for other ranks' keys and values to the largest
             number of all other bytes in use at the same time. {} without sequence sharding.
-        links: five numbers of bytes exchanged with other ranks, as in `splits.SplitCount.links`. ()
-            without sequence sharding.
+        links: five numbers of bytes exchanged with other ranks or reordered for them, as in
+            `splits.SplitCount.links`. () without sequence sharding.
     """
 
     name: str

@@ -74,8 +74,8 @@ class Remedy:
 
 def settings_of(base: Setting) -> Iterator[tuple[tuple[str, ...], Setting]]:
     """Yield pairs: options of `streambp plan`, and the training setting that they request. The
-    first pair is () with `base` itself. Variants of `base` have the layers' weights, the optimizer
-    state or both in host memory."""
+    first pair is () with `base` itself. The other pairs have variants of `base`, with the layers'
+    weights, the optimizer state or both in host memory."""
     choices: list[tuple[tuple[str, ...], Setting]] = [((), base)]
     for weights in ("auto", "cpu"):
         if weights != base.weights and base.weights != "cpu":

@@ -117,7 +117,8 @@ class SharedPrefixes:
 
         Args:
             kwargs: the backbone's arguments.
-            over: the backbone's forward: (arguments, the packed row or None).
+            over: the backbone's forward, called with arguments and their packed row, or with the
+                rows' arguments and None.
             layer_states: returns the backbone's decoder layers.
             labels: labels and shift_labels of the language model around the backbone.
             documents: True if the language model's position_ids mark several documents in a row.
@@ -278,8 +279,8 @@ class SharedPrefixes:
         row as text. The second is True if the backbone may be tested with the arguments of this
         call. The backbone does not run.
 
-        An exception is returned as such a reason, because the user did not request a packed row,
-        and the rows can still be computed.
+        An exception is returned as a reason in text, because the user did not request a packed
+        row, and the rows can still be computed.
 
         Args:
             kwargs: the backbone's arguments.
@@ -475,7 +476,7 @@ def _label_mask(plain: Any, shifted: Any, ids: Tensor) -> Tensor | None:
         plain: the argument `labels`, or None; the label of a token is for the output of the token
             before.
         shifted: the argument `shift_labels`, or None; the label of a token is for its own output.
-        ids: a tensor [B, T].
+        ids: a tensor [B, T], for its shape and device.
     """
     if isinstance(shifted, Tensor) and shifted.shape == ids.shape:
         return shifted != IGNORED_LABEL

@@ -339,9 +339,9 @@ def _write_step(
     """Return the step dt [D] of the additional tokens with which `SelectiveScan` writes the start
     state in front of a chunk. The scan has yet to apply bias and softplus to this step.
 
-    The inputs of these tokens are enlarged by the factor that decays until the chunk begins. A
-    larger A gives a smaller step, so that this factor is at most exp(MAX_WRITE_DECAY) and does not
-    overflow.
+    A written value decays until the chunk begins, so the inputs of these tokens are enlarged by the
+    inverse factor. A larger A gives a smaller step, so that the inverse factor is at most
+    exp(MAX_WRITE_DECAY) and does not overflow.
 
     Args:
         A: the scan's A, [D, N].
@@ -428,8 +428,8 @@ class EndState(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradient [B, D, N] for each part of the additional tokens' outputs. The first
-        part gets the gradient rounded to its dtype, and the second part the rounding error."""
+        """Return None for `value`, and a gradient [B, D, N] for each of the `readers`. The first
+        reader gets `grad` rounded to the reader's dtype, and the second gets the rounding error."""
         gradients = []
         remainder = grad
         for _ in range(ctx.parts):

@@ -85,8 +85,9 @@ class BidirectionalSaves(ShardedSaves):
 
     @property
     def moves_kv(self) -> bool:
-        """Return False: K and V are not moved to the host chunk by chunk, as in other layers. K and
-        V of all tokens are saved at once, before the half of the layer after attention."""
+        """Return False: unlike a causal layer, this call does not move K and V to the host chunk by
+        chunk. K and V of all tokens are saved at once, before the half of the layer after
+        attention."""
         return False
 
 

@@ -397,9 +397,9 @@ def _second_half(
     """Return the replacement of attention for the half after attention, on one chunk.
 
     This half runs the layer from its start. The random numbers before attention must equal those of
-    the half before attention, so torch's generators are set to that half's state. The replacement
-    resets them at the attention call. The caller must have set the generators to the state for the
-    numbers from attention on.
+    the half before attention, so torch's generators are set to that half's state. Before the call
+    the generators must have the state for random numbers from attention on. The replacement gives
+    them this state back at the attention call.
 
     Args:
         call: the call of the layer.
@@ -572,8 +572,8 @@ def _count_graph_bytes(
 
     Args:
         call: the call of the layer.
-        x: the chunk's input [..., B, C, h].
-        work: contains the aliases of the parameters.
+        x: the chunk's input [..., B, C, h]; not counted, because it exists without the graph.
+        work: contains detached aliases of the parameters, which are not counted either.
     """
     cost_recorder = call.saved.cost_recorder
     return (
@@ -604,7 +604,7 @@ def _differentiate_half(
 
     Args:
         call: the call of the layer.
-        work: contains the aliases of the parameters.
+        work: contains detached aliases of the parameters, which are their leaves in the graph.
         chunk: the chunk's range of positions.
         targets: the leaves for the layer's input and arguments.
         of_attention: the leaves of attention, such as the chunk's attention output, for the half
@@ -649,12 +649,12 @@ def _differentiate_chunk_before(
     call: ShardedCall, work: BackwardPass, chunk: Chunk, gradients: list[Tensor], is_retry: bool
 ) -> Gradients:
     """Recompute and differentiate the layer's first half, up to its attention, on one chunk. Return
-    three lists: the gradients of the layer's input and arguments, [], and the gradients of the
-    parameters.
+    three lists: the gradients of the layer's input and arguments, [] (this half has no leaves of
+    attention), and the gradients of the parameters.
 
     Args:
         call: the call of the layer.
-        work: contains the aliases of the parameters.
+        work: contains detached aliases of the parameters, which are their leaves in the graph.
         chunk: the chunk's range of positions.
         gradients: of q, k and v, [B, H, T / P, D].
         is_retry: True if the chunk is differentiated a second time, after running out of memory.

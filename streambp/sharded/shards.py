@@ -49,7 +49,7 @@ class KeyGroup(NamedTuple):
     """Some heads of K and V of full sequences, contiguous in memory.
 
     Attributes:
-        heads: the query heads that read these keys.
+        heads: slice of the query heads that read these keys.
         k: [B, T, G, D], with G key heads.
         v: [B, T, G, D_v].
     """

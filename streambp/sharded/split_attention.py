@@ -101,8 +101,9 @@ class AllQueriesAttention:
         return self.o[part_of(chunk)], []
 
     def backward(self) -> None:
-        """Compute attention once more in backward, or read the output that forward saved. Must be
-        called on every rank, because ranks exchange the output."""
+        """Compute attention once more in backward, or read the output that forward saved. Store the
+        output as `o`, for `leaf`. Must be called on every rank, because ranks exchange the
+        output."""
         call = self.call
         assert self.keys is not None
         o, lse = self._attend(self.keys, last=False)
