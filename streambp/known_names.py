@@ -380,6 +380,9 @@ STATISTICS_8BIT = "SCB"  # attribute of an 8-bit weight, which passes it to its 
 
 TORCHAO = "torchao"
 FLOAT8_LINEAR = "Float8Linear"  # class name of a Linear that trains in float8
+FLOAT8_PRODUCT = "matmul_with_hp_or_float8_args"  # autograd Function of its forward
+FLOAT8_CAST = "hp_tensor_to_float8_dynamic"  # function that casts an operand of a product
+FLOAT8_ROLE = "gemm_input_role"  # argument of the cast: which operand it is
 POWERS_OF_TWO = "round_scales_to_power_of_2"  # field of its config
 # Fields of its config: how activations and their gradients are cast, in products over features and
 # in the product over tokens.

@@ -564,8 +564,8 @@ class LayerCall:
             else NULL_CONTEXT,
             silence_engine_hooks(hooks) if hooks else NULL_CONTEXT,
             recorded as self.form.collected,
-            decode_once(self.layer_state.packed_weights)
-            if self.layer_state.packed_weights
+            decode_once(self.layer_state.replaced_forwards)
+            if self.layer_state.replaced_forwards
             else NULL_CONTEXT,
             fuse_adapters(self.layer_state.adapters, self.backward.factors)
             if self.layer_state.adapters

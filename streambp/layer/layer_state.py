@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import ParametrizationList
 
 from streambp.attention.backend import KernelUse, SdpaComparison
 from streambp.attention.interface import InterfaceAttention, NoAttention
@@ -25,7 +24,8 @@ from streambp.foreign import has_compiled_parts
 from streambp.instance_forward import StepOwner
 from streambp.layer.adapters import LoraModules, keep_reasons, lora_modules_of
 from streambp.layer.choices import ReplayedChoices
-from streambp.layer.packed_experts import packed_weights
+from streambp.layer.float8_linears import CastOnce
+from streambp.layer.packed_experts import DecodedOnce, replaced_forwards
 from streambp.layer.products import UnreadInHalves, UnreadProducts, has_global_hooks, plain_linears
 from streambp.layer.recompute import NULL_CONTEXT, Autocast
 from streambp.layer.witness import (
@@ -491,9 +491,10 @@ class LayerState:
         )
 
     @property
-    def packed_weights(self) -> list[ParametrizationList]:
-        """Return the parametrizations of the layer's experts in 4 bits."""
-        return self.cached_result(packed_weights)
+    def replaced_forwards(self) -> list[DecodedOnce | CastOnce]:
+        """Return the replacements of forwards that decode a 4-bit weight or cast a weight to
+        float8, by replacements that do so once for each pass through the layer."""
+        return self.cached_result(replaced_forwards)
 
     @property
     def adapters(self) -> LoraModules:
