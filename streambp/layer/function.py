@@ -91,6 +91,7 @@ def run_forward(call: LayerCall, keep: bool) -> tuple[Tensor, ...]:
         saved.find_products()
         if saved.cost_recorder is not None:
             saved.cost_recorder.record_chunk()
+            saved.cost_recorder.arguments = call.arguments.nbytes
         call.backward.witness = layer_state.witness(call.hidden_states, call.autocast)
     seeing = call.record_inputs() if keep else NULL_CONTEXT
     with torch.no_grad(), call.prepare_layer(keeps_factors=keep), seeing:

@@ -37,7 +37,13 @@ from streambp.device import RandomState
 from streambp.distributed.engines import drops_masks, full_shape, is_partitioned
 from streambp.errors import ConfigError, StreamBPError
 from streambp.instance_forward import InstanceForward, forwards, is_fsdp_unit
-from streambp.known_names import COMPOSABLE_STATE, HOOK_TABLE_SUFFIX, MODULE_HOOKS
+from streambp.known_names import (
+    ACCELERATE_FORWARD,
+    ACCELERATE_HOOK,
+    COMPOSABLE_STATE,
+    HOOK_TABLE_SUFFIX,
+    MODULE_HOOKS,
+)
 from streambp.model.head_deferral import restore_heads
 from streambp.model.packed_adapters import activate_packed
 from streambp.model.patching import unpatch
@@ -349,6 +355,7 @@ class Skeleton:
                     memo[id(table)] = {}
         with restore_heads(model), _unsharded_classes(model):
             copied = unpatch(copy.deepcopy(model, memo))
+        _remove_device_hooks(copied)
         for module in copied.modules():
             for wrapper in list(forwards(module)):
                 if isinstance(wrapper, InstanceForward):
@@ -361,6 +368,19 @@ class Skeleton:
         if self._reduced is not None:
             self._reduced.apply(copied)
         return copied
+
+
+def _remove_device_hooks(model: nn.Module) -> None:
+    """Remove accelerate's hooks from a copy without data. The hooks would move its inputs to the
+    devices of the original's weights."""
+    for module in model.modules():
+        attributes = vars(module)
+        if attributes.pop(ACCELERATE_HOOK, None) is None:
+            continue
+        attributes.pop("forward", None)
+        forward = attributes.pop(ACCELERATE_FORWARD)
+        if getattr(forward, "__func__", None) is not type(module).forward:
+            attributes["forward"] = forward
 
 
 def _note_packed(weights: ParametrizationList, memo: dict[int, Any], device: torch.device) -> None:
