@@ -148,8 +148,8 @@ def device_part(
     factor: float,
     names: Iterable[str],
 ) -> DevicePart | None:
-    """Return the part of a step on one device; None if not every layer's bytes are known, or no
-    layer is on the device.
+    """Return the part of a step on one device; None if not every layer's bytes and device are
+    known, or no layer is on the device.
 
     Args:
         device: the device.
@@ -159,7 +159,9 @@ def device_part(
         names: names of the tensors that all layers save in the counted step.
     """
     own = tuple(sorted(index for index, cost in costs.items() if cost.device == device))
-    if not own or costs.keys() != layout.layers.keys():
+    # accelerate's offloading: such weights do not tell where their layer runs
+    elsewhere = any(cost.device.type != device.type for cost in costs.values())
+    if not own or elsewhere or costs.keys() != layout.layers.keys():
         return None
     inputs = {}
     for index, cost in costs.items():

@@ -83,8 +83,9 @@ def test_layers_of_both_devices_save(expected, device):
     assert steps.chooser.latest.drop_reason is None
 
 
-@pytest.mark.parametrize("number", [0, 1])
-def test_a_full_device_takes_nothing_from_the_other(number, expected, device):
+# room in attention outputs of a layer; the fullest phase of the second device counts one layer
+@pytest.mark.parametrize(("number", "room"), [(0, 1.5), (1, 0.5)])
+def test_a_full_device_takes_nothing_from_the_other(number, room, expected, device):
     steps = Steps()
     for _ in range(3):
         steps()
@@ -92,14 +93,13 @@ def test_a_full_device_takes_nothing_from_the_other(number, expected, device):
     everything = steps.saved()
     own = range(2) if number == 0 else range(2, LAYERS)
     try:
-        steps.limit(number, 1.5 * costs[0].scaled_to(LENGTH).attn_out)
+        steps.limit(number, room * costs[0].scaled_to(LENGTH).attn_out)
         for _ in range(2):
             assert are_equal(steps(), expected)
         saved = steps.saved()
     finally:
         backend.extension().set_limit(number, backend.LIMIT)
     assert steps.chooser.latest.drop_reason is None
-    assert sum(bool(names) for i, names in enumerate(saved) if i in own) in (1, 2)
     assert sum(len(names) for i, names in enumerate(saved) if i in own) < sum(
         len(everything[i]) for i in own
     )
