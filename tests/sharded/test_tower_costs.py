@@ -1,5 +1,5 @@
-"""What the layers of a vision tower cost in chunks: bytes of a backward and products, beside torch's
-checkpointing, counted on tensors without data in the shape of SigLIP's so400m.
+"""What the layers of a vision tower cost in chunks: bytes of a backward and products, beside
+torch's checkpointing, counted on tensors without data in the shape of SigLIP's so400m.
 
 covers: sharded/bidirectional.py, attention/kinds.py
 """
