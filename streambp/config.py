@@ -97,6 +97,9 @@ class StreamConfig:
             stay on the device. Gradients of layers that train all weights are moved to the host.
             "auto": frozen weights of the first layers live in host memory. The first forward
             decides how many layers the device has no room for during a step.
+        towers: compute trained vision and audio towers, and encoders before a decoder, in chunks
+            as well: for long videos, large images and hours of audio. False: they stay as they are.
+            Micro-batches of a model with such a tower do not run unpatched.
 
     Raises:
         ConfigError: a value is not among those named above.
@@ -119,6 +122,7 @@ class StreamConfig:
     compare_backward: bool = True
     share_prefixes: bool | None = None
     weights: Literal["device", "cpu", "auto"] = "device"
+    towers: bool = False
 
     @property
     def always_moves(self) -> bool:

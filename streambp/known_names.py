@@ -67,6 +67,7 @@ NOISY_EMBEDDINGS = "neftune_noise_alpha"
 # pair
 DISTANCES = "relative_distance"
 KEY_ARGUMENTS = ("alibi", DISTANCES)  # BLOOM, Inkling 2: arguments whose last dimension is the keys
+SEGMENT_ENDS = "cu_seqlens"  # [segments + 1], where images and frames end in a tower's one row
 DOCUMENT_IDS = "seq_idx"  # [B, T], the document of each token, for convolutions and Mamba 2's scan
 DOCUMENT_ENDS = (
     "cu_seq_lens_q"  # [documents + 1], where documents end, for FlashAttention and delta rules

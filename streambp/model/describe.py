@@ -225,7 +225,7 @@ def _layers(model: nn.Module, state: PatchState) -> tuple[LayerDescription, ...]
     present = [w for w in wrappers if id(w.module) in names]
     described = [(id(w.module), _describe_layer(names[id(w.module)], w)) for w in present]
     try:  # the stacks that `patch` would stream now
-        stacks = () if state.root is None else find_stacks(state.root).stacks
+        stacks = () if state.root is None else find_stacks(state.root, state.config.towers).stacks
     except UnsupportedModelError:
         stacks = ()
     present_ids = {id(w.module) for w in present}

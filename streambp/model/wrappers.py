@@ -89,6 +89,7 @@ class LayerForward(InstanceForward):
         index: index of the layer among all decoder layers of the patched model.
         final_norm: the backbone's final norm, if this is the last layer; the loss may compute the
             norm block by block. None for other layers.
+        tower: True if the layer belongs to a vision or audio tower.
     """
 
     def __init__(
@@ -97,13 +98,14 @@ class LayerForward(InstanceForward):
         state: PatchState,
         index: int = 0,
         final_norm: nn.Module | None = None,
+        tower: bool = False,
     ) -> None:
         super().__init__(module)
         self.state = state
         self.layer_state = LayerState(
             module,
             state.config,
-            kind_of(module),
+            kind_of(module, tower),
             offloader=state.offloader,
             weights=state.weights,
             index=index,
@@ -207,6 +209,7 @@ class LayerForward(InstanceForward):
             kwargs.get("attention_mask") is None
             and len(args) < 2
             and self.layer_state.kind.attention.reads_a_mask
+            and not self.layer_state.kind.attention.needs_no_mask
         )
         if unmasked and any(
             config._attn_implementation == EAGER for config in attention_configs(self.module)
@@ -354,7 +357,7 @@ class BackboneForward(InstanceForward):
                     output = self._run(kwargs)
                 else:
                     output = self._run_watching_draws(kwargs)
-                self._note(tokens)
+                self._note(_tower_tokens(output) if tokens is None else tokens)
                 return with_absent_cache(output) if cacheless else output
             finally:
                 context.asked_cache = False
@@ -370,7 +373,7 @@ class BackboneForward(InstanceForward):
         unpatched model would ignore packed documents, and if user hooks ran in tests of layers.
 
         Args:
-            tokens: input_ids [B, T], or inputs_embeds [B, T, h].
+            tokens: input_ids [B, T], inputs_embeds [B, T, h], or a tower's output [B, T, h].
         """
         state = self.state
         context = state.running
@@ -514,7 +517,8 @@ class BackboneForward(InstanceForward):
                 raise StreamBPError(
                     f"A layer of {type(self.module).__name__} reads the attention mask of streamed "
                     f"layers, and is none of those that streambp.patch found ({error}). If you have "
-                    "replaced layers since, call streambp.patch again."
+                    "replaced layers since, call streambp.patch again. towers=False leaves a tower "
+                    "as it is."
                 ) from error
 
     def _call_again(self, kwargs: dict[str, Any], request: HeadRequest) -> Any:
@@ -681,3 +685,10 @@ class BackboneForward(InstanceForward):
             for w in self.state.wrappers
             if isinstance(w, LayerForward) and id(w.module) in layer_ids
         ]
+
+
+def _tower_tokens(output: Any) -> Tensor | None:
+    """Return the last hidden states [B, T, h] in the output of a tower, which gets no tokens; None
+    if the output has none, or none with a batch dimension."""
+    states = getattr(output, "last_hidden_state", None)
+    return states if isinstance(states, Tensor) and states.dim() == 3 else None

@@ -341,7 +341,7 @@ class ModelStates:
         wide = cast in HALF_DTYPES and any(
             p.dtype == torch.float32 for p in self.model.parameters()
         )
-        share, gathered = gradient_shares(self.model)
+        share, gathered = gradient_shares(self.model, self.config.towers)
         moves_weights = installed.weights is not None or gathered > 0
         first = {
             layer_state.index: next(layer_state.layer.parameters(), None)
@@ -361,7 +361,7 @@ class ModelStates:
                 lambda: _costs(self.model, self.config, devices, cast if wide else None)
             )
             # a failed count of the costs may succeed in a later process
-            if costs or len(find_stacks(self.model).stacks) > 1:
+            if costs or len(find_stacks(self.model, self.config.towers).stacks) > 1:
                 count = stored_counts.StoredCount(law.method, law.factor, law.casts, costs)
                 stored_counts.store(key, count)
         else:
@@ -452,7 +452,7 @@ class ModelStates:
         )
 
 
-def gradient_shares(model: nn.Module) -> tuple[float, float]:
+def gradient_shares(model: nn.Module, towers: bool = False) -> tuple[float, float]:
     """Return the fraction of gradients that a step adds to this rank's memory, and the bytes of
     weights that an engine gathers at once. The result is (1, 0) if no engine (ZeRO-3, FSDP2) shards
     parameters. Both numbers correct a prediction of a step's memory that assumes one rank with full
@@ -462,6 +462,7 @@ def gradient_shares(model: nn.Module) -> tuple[float, float]:
 
     Args:
         model: the model.
+        towers: True if towers run in chunks, too (`StreamConfig.towers`).
     """
     full = 0
     rank_bytes = 0
@@ -472,7 +473,7 @@ def gradient_shares(model: nn.Module) -> tuple[float, float]:
     if not any(gradient_bytes(p) < full_bytes(p) for p in model.parameters()):
         return 1.0, 0.0
     largest = [0]
-    for stack in find_stacks(model).stacks:
+    for stack in find_stacks(model, towers).stacks:
         for layer in stack.layers:
             largest.append(sum(map(full_bytes, layer.parameters())))
     head = max(map(full_bytes, model.parameters()))
@@ -581,7 +582,7 @@ def _law(model: nn.Module, config: StreamConfig, cast: torch.dtype | None) -> St
         return f"a step could not be counted: {type(error).__name__}: {error}"
     if cast is None:
         return StepNeed(method)
-    stacks = find_stacks(model).stacks
+    stacks = find_stacks(model, config.towers).stacks
     largest = max(
         sum(p.numel() for p in layer.parameters()) for stack in stacks for layer in stack.layers
     )
