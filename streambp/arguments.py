@@ -113,6 +113,8 @@ def parse_command_line(app: typer.Typer, words: Sequence[str], program: str) -> 
     command = get_command(app)
     try:
         return command.main(args=list(words), prog_name=program, standalone_mode=False)
+    except typer.Abort:  # what typer makes of an interrupt
+        raise KeyboardInterrupt from None
     except ClickException as error:  # type: ignore[misc]  # it is looked up
         context = getattr(error, "ctx", None)
         path = program if context is None else context.command_path
