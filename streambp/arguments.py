@@ -97,6 +97,28 @@ def choice_option(*names: Any) -> dict[str, Any]:
     }
 
 
+def hide_flag_types(command: Any) -> None:
+    """Leave the type of flags out of the help pages of a command and of its subcommands. A flag
+    takes no value, and a type beside it would ask for one.
+
+    Args:
+        command: typer's command, which is changed.
+    """
+    get_parameters = command.get_params
+
+    def get_params(context: Any) -> list[Any]:
+        """Return the command's parameters, with an empty placeholder for the value of each flag."""
+        parameters: list[Any] = get_parameters(context)
+        for parameter in parameters:
+            if getattr(parameter, "is_flag", False):
+                parameter.metavar = ""
+        return parameters
+
+    command.get_params = get_params  # it adds --help, which no other place gives
+    for subcommand in getattr(command, "commands", {}).values():
+        hide_flag_types(subcommand)
+
+
 def parse_command_line(app: typer.Typer, words: Sequence[str], program: str) -> Any:
     """Parse a command line, run its command, and return the result of the command's function.
 
@@ -111,6 +133,7 @@ def parse_command_line(app: typer.Typer, words: Sequence[str], program: str) -> 
         ConfigError: the line is wrong. The error's text begins with the command.
     """
     command = get_command(app)
+    hide_flag_types(command)
     try:
         return command.main(args=list(words), prog_name=program, standalone_mode=False)
     except typer.Abort:  # what typer makes of an interrupt

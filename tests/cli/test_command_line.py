@@ -1,7 +1,7 @@
 """A command line is judged before torch is imported; names that the documentation writes resolve;
 what is not installed.
 
-covers: arguments.py, libraries.py, cli/__init__.py, cli/app.py, cli/checks.py, cli/environment.py
+covers: arguments.py, libraries.py, cli/__init__.py, cli/app.py, cli/checks.py, cli/environment.py, launch/settings.py
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import ast
 import importlib
 import importlib.metadata
 import json
+import os
 import re
 import subprocess
 import sys
@@ -21,8 +22,10 @@ from transformers import AutoModelForCausalLM
 
 import streambp
 from streambp import cli, libraries
+from streambp.config import CONFIG_FIELDS, StreamConfig
 from streambp.errors import ConfigError, DeviceMemoryError, MissingLibraryError
 from streambp.fields import parse_bytes, parse_tokens
+from streambp.launch.settings import argument_texts, first_sentence
 from tests.families import build
 from tests.hangs import HANG
 
@@ -111,6 +114,31 @@ def test_help_and_version_need_no_torch():
     for line, code, message, printed, heavy in run_lines(lines):
         assert (code, message, heavy) == (0, "", []), line
         assert printed
+
+
+def test_help_pages_say_what_a_flag_takes():
+    """A flag takes no value, and each setting has the words that its documentation begins with."""
+    pages = {}
+    for name in ("plan", "launch"):
+        command = ["-c", "from streambp.cli import main; main()", name, "--help"]
+        environment = {**os.environ, "COLUMNS": "400", "TERMINAL_WIDTH": "400"}
+        result = subprocess.run(
+            [sys.executable, *command], capture_output=True, text=True, check=True, env=environment
+        )
+        pages[name] = result.stdout
+        assert not re.search("<bool>|BOOLEAN", result.stdout, re.IGNORECASE)
+    assert re.search(r"--json +print JSON instead of tables", pages["plan"])
+    assert re.search(r"--help +-h +Show", pages["plan"])
+    assert "StreamConfig's" not in pages["launch"]
+    assert re.search(
+        "--attention +auto.cudnn.flash.math +the kernels of attention .default: 'auto'.",
+        pages["launch"],
+    )
+    texts = argument_texts(StreamConfig.__doc__)
+    for name in CONFIG_FIELDS:
+        text = first_sentence(texts[name])
+        assert len(text.split()) > 2
+        assert text in pages["launch"], name
 
 
 def test_the_environment_is_told(capsys):
