@@ -10,7 +10,7 @@ import contextlib
 import functools
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import typer
@@ -78,13 +78,21 @@ def number_parser(
     return parse
 
 
-def choice_option(*names: Any) -> dict[str, Any]:
+def choice_option(*names: Any, aliases: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Return keyword arguments for typer's `Option`, for an option whose value must be one of
-    `names`. The parsed value is the member of `names`, of any type, whose text was given."""
+    `names`. The parsed value is the member of `names`, of any type, whose text was given.
+
+    Args:
+        names: the allowed values.
+        aliases: other texts for members of `names`; None: there are none.
+    """
 
     def parse(text: Any) -> Any:
+        member = str(text)
+        if aliases is not None:
+            member = aliases.get(member, member)
         for name in names:
-            if str(text) == str(name):
+            if member == str(name):
                 return name
         raise typer.BadParameter(
             f"is {short_repr(text)}; it must be one of {', '.join(map(str, names))}"

@@ -99,6 +99,9 @@ def short_repr(value: Any) -> str:
     return text if len(text) <= MAX_REPR_CHARACTERS else f"{text[:MAX_REPR_CHARACTERS]}..."
 
 
+DTYPE_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # names of dtypes
+
+
 BYTE_UNITS = {
     "": 1,
     "B": 1,
