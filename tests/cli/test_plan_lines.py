@@ -9,12 +9,13 @@ import pytest
 
 from streambp.cli import commands
 from streambp.cli.checks import check
-from streambp.fields import DTYPE_ALIASES
+from streambp.errors import ConfigError
+from streambp.fields import DTYPE_ALIASES, parse_bytes
 from tests.cli.test_command_line import PLAN, run_lines
 
 # A wrong line, and words of the one line that answers it.
 INVALID_LINES = {
-    "plan m --gpu-memory 24GBs": "text of a number and a unit",
+    "plan m --gpu-memory 24GBs": "a positive number and a unit",
     "plan m --gpu-memory 24 GiB": "Write 24GiB", "plan m --gpu-memory=": "--gpu-memory is ''",
     f"{PLAN} --host-memory -1GiB": "--host-memory is '-1GiB'",
     f"{PLAN} --seq-len 64k32": "such as 65536, 64k or 1M", f"{PLAN} --seq-len 2**16": "is '2**16'",
@@ -85,3 +86,17 @@ def test_a_dtype_may_have_its_short_name(alias, tmp_path):
     arguments = commands.parse([*PLAN.split(), "--from", str(file)])
     check(arguments)
     assert arguments.dtype == DTYPE_ALIASES[alias]
+
+
+@pytest.mark.parametrize(
+    ("value", "remedy"),
+    [
+        ("24", "has no unit. Write 24GiB, or 24B"),
+        ("24GBs", "must be a positive number and a unit"),
+        (-24, "must be a positive whole number of bytes, or text of a positive number and a unit"),
+    ],
+)
+def test_text_of_bytes_has_a_unit(value, remedy):
+    with pytest.raises(ConfigError, match=remedy) as error:
+        parse_bytes("gpu_memory", value)
+    assert "number without" not in str(error.value)
