@@ -295,6 +295,7 @@ def _check_step(arguments: Any) -> None:
             )
         return
     _check_writable("--html", arguments.html)
+    _check_writable("--snapshot", arguments.snapshot)
     arguments.config = StreamConfig(
         arguments.chunk_size or "auto", saves, offload=arguments.offload
     )
