@@ -21,7 +21,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from streambp.cli import parse
+from streambp.cli.commands import parse
 from streambp.errors import StreamBPError
 
 ROOT = Path(__file__).parents[1]

@@ -19,6 +19,7 @@ from typing import Any
 
 import streambp
 from streambp import cli
+from streambp.cli.commands import parse
 from tests.docs import stand_ins
 from tests.docs.pages import ROOT, Block, blocks, commands, words
 from tests.hangs import HANG
@@ -247,7 +248,7 @@ def not_run(command: list[str]) -> str | None:
 def check_unrun(command: list[str], reason: str, block: Block) -> None:
     """Of a command that is not run: that its flags are known, its extras exist."""
     if command[0] == "streambp":
-        cli.parse(command[1:])
+        parse(command[1:])
     elif command[0] == "pip":
         extras = re.findall(r"\[([\w,]+)\]", " ".join(command))
         text = (ROOT / "pyproject.toml").read_text("utf-8")

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from streambp import cli
+from streambp.cli import commands
 from streambp.planner import Memory, Setting
 from streambp.planner.default_step import DefaultStep
 from streambp.planner.laws import Law
@@ -253,7 +254,7 @@ def replanned(remedy, memory, training, length, count):
     """The plan of the printed command, read by the command line's own parser."""
     arguments = ["plan", "MODEL", "--seq-len", str(length), "--gpu-memory", str(memory.gpu)]
     arguments += ["--host-memory", str(memory.host)]
-    read = cli.parse(replace_options([*arguments, *training.options], remedy.options))
+    read = commands.parse(replace_options([*arguments, *training.options], remedy.options))
     setting = Setting(
         gpus=read.gpus or 1, zero=read.zero, weights=read.weights,
         optimizer_on_host=read.optimizer_on_host,
