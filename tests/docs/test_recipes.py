@@ -23,6 +23,7 @@ PROGRAMS = {
     "docs/how-to/70b-24gb.md": ("big.py",),
     "docs/how-to/dpo.md": ("dpo.py",),
     "docs/how-to/fsdp2.md": ("fsdp2.py",),
+    "docs/how-to/full-80gb.md": ("full.py",),
     "docs/how-to/grpo.md": ("grpo.py",),
     "docs/how-to/qlora-24gb.md": ("qlora.py",),
     "docs/how-to/zero3.md": ("zero3.json",),
@@ -30,7 +31,6 @@ PROGRAMS = {
 # recipes that show no plan: their programs have settings of their own, or the defaults
 WITHOUT_SHOWN_PLAN = {
     "docs/how-to/dpo.md",
-    "docs/how-to/full-80gb.md",
     "docs/how-to/million-tokens.md",
 }
 
@@ -132,7 +132,11 @@ def pairs(page_blocks: list[Block]) -> list[tuple[Block, Block]]:
     found = []
     for number, block in enumerate(page_blocks):
         if block.language == "bash" and planned(block) is not None:
-            after = [block for block in page_blocks[number + 1 :] if block.title]
+            after = [
+                block
+                for block in page_blocks[number + 1 :]
+                if block.title and (block.language == "python" or '"streambp"' in block.text)
+            ]
             found.append((block, after[0]))
     return found
 
