@@ -21,7 +21,7 @@ import streambp
 from streambp import cli
 from streambp.cli.commands import parse
 from tests.docs import stand_ins
-from tests.docs.pages import ROOT, Block, blocks, commands, words
+from tests.docs.pages import ROOT, Block, blocks, commands, unfolded, words
 from tests.hangs import HANG
 
 EXECUTED, RANKS, PARSED = "executed", "on two CPU ranks", "checked, not run"
@@ -220,7 +220,7 @@ def check_shown(block: Block, printed: str) -> None:
     """That a command printed the lines which the page shows of it: whole ones, or as far as
     "..."."""
     lines = printed.splitlines()
-    for expected in block.expected_output.splitlines():
+    for expected in unfolded(block.expected_output):
         start = expected.removesuffix("...")
         if expected not in lines and (
             start == expected or not any(line.startswith(start) for line in lines)
