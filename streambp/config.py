@@ -137,15 +137,15 @@ class StreamConfig:
 
     @property
     def products(self) -> tuple[str, ...]:
-        """Return the names in `saves` that are globs for Linear modules, such as "mlp.*", without a
-        suffix like "@12"."""
+        """Return the names in `saves` that name Linear modules, such as "mlp.gate_proj" or the glob
+        "mlp.*". A suffix "@n", by which only the last n layers save, is removed."""
         names = (name.partition(LAST_LAYERS_SEPARATOR)[0] for name in self.named_saves)
         return tuple(name for name in names if name not in SAVES)
 
     @functools.cached_property
     def named_saves(self) -> tuple[str, ...]:
-        """Return the names in `saves` as given ("attn_out@12", for example); () if `saves` is
-        "auto"."""
+        """Return the names in `saves` as given, with a suffix such as "@12" (the last 12 layers
+        alone); () if `saves` is "auto"."""
         return () if self.saves == "auto" else tuple(self.saves)
 
     def of_layer(self, left: int) -> StreamConfig:

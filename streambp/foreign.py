@@ -203,7 +203,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def compiled_submodules(module: nn.Module) -> list[nn.Module]:
-    """Return the compiled modules inside a module."""
+    """Return the compiled modules inside a module, without the module itself."""
     return [inner for inner in module.modules() if inner is not module and is_compiled(inner)]
 
 
@@ -350,10 +350,11 @@ def torch_function_of(func: Any) -> Any:
 
 
 def rule_name(func: Any) -> str:
-    """Return the name of a torch function, the key of the function's rule for lazy tensors. A lazy
-    tensor is computed when it is read; a rule needs no complete tensor.
+    """Return the name by which the rule of a torch function is looked up. A rule computes the
+    function's result for a lazy tensor (one whose values are computed on use) without the complete
+    tensor.
 
-    Functions that are not torch's own, such as custom operators, get a name without a rule.
+    The name has no rule if the function is not torch's own, such as a custom operator.
     """
     if isinstance(func, C_FUNCTION_TYPES) or any(
         getattr(func, "__globals__", None) is vars(home) for home in TORCH_MODULES

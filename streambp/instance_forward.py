@@ -188,7 +188,8 @@ def forwards(module: nn.Module) -> Iterator[Any]:
 
 
 def has_backward_hooks(module: nn.Module) -> bool:
-    """True if the module has backward hooks, or global backward hooks exist."""
+    """True if the module has backward hooks, or global backward hooks exist. Torch then wraps the
+    module's call in an autograd Function, which needs real tensors and not lazy ones."""
     everywhere = torch.nn.modules.module
     hooks = (
         module._backward_hooks,
@@ -200,7 +201,8 @@ def has_backward_hooks(module: nn.Module) -> bool:
 
 
 def is_fsdp_unit(module: nn.Module) -> bool:
-    """True if `fully_shard` was applied to the module itself."""
+    """True if `fully_shard` (FSDP2) was applied to the module itself, and not only to a module
+    around or inside the module."""
     return FSDP_UNIT in map(operator.attrgetter("__name__"), type(module).__mro__)
 
 
@@ -233,8 +235,8 @@ def reduce_unpatched(module: nn.Module, protocol: Any) -> Any:
 
 
 def unmark(module: nn.Module) -> None:
-    """Remove the `__reduce_ex__` that the patch has set on a module, once nothing else of a patch
-    is left on the module."""
+    """Remove the `__reduce_ex__` that `patch` has set on a module. Do nothing while the module
+    still has a replaced forward or is the root of a patched model."""
     if WRAPPERS_ATTRIBUTE not in module.__dict__ and PATCH_ATTRIBUTE not in module.__dict__:
         module.__dict__.pop(REDUCE_METHOD, None)
 

@@ -151,9 +151,9 @@ def extend_kind(
 
 def _flag(path: str, value: Any) -> list[tuple[str, Any]]:
     """Return the part of a stored value that belongs to the key of test results. The layer is
-    tested again if this part changes. The part is a flag itself, True for a number other than 0, or
-    a string without its digits. A container's length is replaced by a constant, so that only the
-    container's existence counts.
+    tested again if this part changes. The part of a flag is the flag, of a number `value != 0`, and
+    of a string the string without digits. The part of a container's length is a constant, so that
+    only the container's existence counts.
 
     Args:
         path: the value's path from the third-party code that stores it.
@@ -546,11 +546,12 @@ class _StoredValuesTrial:
             self.x = x
 
     def run_in_one_chunk(self, _: list[Tensor]) -> None:
-        """Run the layer once, unchunked, but with streambp's attention, to find stored values that
-        depend on the model's own attention, such as attention weights.
+        """Run the layer once, unchunked, with streambp's attention in place of the model's own.
+        A value that then differs from its value in `run_unchunked`, such as attention weights,
+        depends on the model's own attention.
 
         Args:
-            _: not used.
+            _: the argument `shadows` of `run_unchunked`; not used here.
         """
         stage = Stage.RECOMPUTE if self.graph else Stage.FORWARD
         self._run(stage, [Chunk(0, 0, self.x.shape[-2])], lambda _: None)
@@ -560,7 +561,7 @@ class _StoredValuesTrial:
         backward.
 
         Args:
-            _: not used.
+            _: the argument `shadows` of `run_unchunked`; not used here.
         """
         length = self.x.shape[-2]
         plan = ChunkPlan(length, min(TRIAL_CHUNK_SIZE, -(-length // 2)))
@@ -705,9 +706,9 @@ def _disable_dropout(call: LayerCall) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _training_grad_mode(call: LayerCall) -> Iterator[None]:
-    """Context manager for a test run of a layer in the call's grad mode, but without a graph: the
-    layer's parameters are detached. Values that third-party code stores in the run are removed
-    afterwards."""
+    """Context manager for a test run of a layer on the call's full length. Grad mode stays on if
+    the call has it on. The layer's parameters are then detached, so that the run builds no graph.
+    Values that third-party code stores in the run are removed afterwards."""
     parameters = Parameters(
         call.layer_state.layer, call.device, call.layer_state.cached_result(slots_of)
     )

@@ -177,7 +177,8 @@ class ProbeResult(NamedTuple):
             are then not tested. False: the result holds for this call alone, and the next call is
             tested again.
         may_change: True if the reason may be temporary, such as an exception. The next call is then
-            tested again, even if `certain` is True, until a number of tests have failed.
+            tested again, even if `certain` is True. After `DOUBTS_BEFORE_DECISION` (4) failed
+            tests, all calls run unchunked.
     """
 
     reason: str | None
@@ -187,7 +188,8 @@ class ProbeResult(NamedTuple):
 
 def _test_chunks(call: LayerCall, x: Tensor) -> ProbeResult:
     """Test on random tokens if the layer's chunks compute the same as the full sequence. Return the
-    result, and store the result if it holds for all calls with arguments of the same form.
+    result. Also store a result that holds for all calls with arguments of the same form, in the
+    layer's `tests.results`.
 
     Args:
         call: the layer's call on one batch, with its arguments and chunks.

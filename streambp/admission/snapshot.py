@@ -120,7 +120,8 @@ class Change(NamedTuple):
 
     Attributes:
         value: the new value.
-        grown_dict: name of the dict in which the value is a new entry; "" for all other values.
+        grown_dict: name of the dict to which the value was added under a new key. "": the value
+            existed before, or is not in a dict.
     """
 
     value: Any
@@ -185,9 +186,10 @@ class Snapshot:
         return names
 
     def _names_in_code(self) -> set[str]:
-        """Return all names in the code of hooks and forwards, and of methods that this code names.
-        `iterators` reports an object's iterator only if the iterator's attribute is among these
-        names. An object with many methods may have iterators for other purposes."""
+        """Return the names of globals and attributes in the code of the module's hooks and
+        forwards, and in the code of methods that have one of these names. An object with many
+        methods may have iterators for other purposes. `iterators` therefore reports an object's
+        iterator only if the name of its attribute is in the result."""
         names: set[str] = set()
         waiting = [*self._functions]
         for name in CALLED_METHODS:

@@ -305,9 +305,9 @@ def cache_argument(layer: nn.Module) -> str | None:
 
 def replaced_attention(layer: nn.Module) -> str | None:
     """Return the full name of the third-party function that has replaced the forward of an
-    attention class in the layer. None if there is no such function. Also None if the layer can be
-    streamed without this name: by transformers' attention functions, its cache or its recurrent
-    states."""
+    attention class in the layer. None if there is no such function. Also None, without a search,
+    for a layer whose attention function, cache or recurrent states streambp can replace (`attends`,
+    `cache_argument`, `states_argument`)."""
     if attends(layer) or cache_argument(layer) or states_argument(layer):
         return None
     for module in layer.modules():
@@ -480,8 +480,9 @@ def _why_not(backbone: PreTrainedModel, layers: tuple[nn.Module, ...]) -> str | 
 
 
 def _why_config_differs(backbone: PreTrainedModel) -> str | None:
-    """Return why a stack whose attention modules are causal is no decoder by its config, as text
-    for `streambp.describe`; None if it is a decoder."""
+    """Return the reason, as text for `streambp.describe`, not to chunk a stack with causal
+    attention modules: its config says that its attention is bidirectional. None if the config does
+    not say so."""
     if getattr(backbone.config, "is_causal", True) is False:
         return (
             "its config is bidirectional (is_causal=False), and its attention modules are causal; "

@@ -36,7 +36,8 @@ class ContainerType(NamedTuple):
         refill: restores content that `read` returned earlier; gets the container and the content.
         entry_name: returns an entry's name from the container's name and the key; None: entries
             have no names.
-        grows: True if every run may add entries to the container, as to a dict of results.
+        grows: True for a dict, to which each run may add entries under new keys. If a later run
+            adds entries, those of the first run are no values that only the first run sets.
         names_alone: True for dicts of parameters and buffers, whose values are compared by
             `is_replaced`. Copies by which tests replace parameters and buffers then count as
             unchanged.
@@ -261,12 +262,14 @@ def refill_globals(
 
 
 def attribute_name(name: str, key: Any) -> str:
-    """Return the name of an attribute for messages, such as a.b."""
+    """Return the name, for messages, of the attribute `key` of an object with this name: "a.b" for
+    attribute "b" of the object "a"."""
     return f"{name}.{key}" if name else str(key)
 
 
 def item_name(name: str, key: Any) -> str:
-    """Return the name of a container's entry for messages, such as a['b']."""
+    """Return the name, for messages, of the entry `key` of a container with this name: "a['b']", or
+    "a[...]" for a key that is neither text nor an integer."""
     return f"{name}[{key!r}]" if isinstance(key, str | int) else f"{name}[...]"
 
 

@@ -181,8 +181,9 @@ class DenseMask:
         return blocks
 
     def over_all_keys(self, device: torch.device) -> DenseMask:
-        """Return the mask for attention that has the keys of the full sequence, instead of the keys
-        up to the chunk's end. Chunks may then end anywhere. The result is cached.
+        """Return a copy of this mask for a bidirectional layer, in which a chunk's queries have the
+        keys of all tokens, later ones included. Chunks may then end anywhere, so the copy has no
+        `barriers`, and `reach` is set. The result is cached.
 
         Args:
             device: the device on which to find the keys that are read.

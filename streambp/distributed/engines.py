@@ -286,7 +286,8 @@ class EngineReduce(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden_states: Tensor, reductions: list[Reduction]) -> Tensor:
-        """Return a view of hidden_states [..., B, T, h].
+        """Return a view of hidden_states [..., B, T, h]. The layer runs on the view, so that its
+        backward ends before the backward of this Function.
 
         Args:
             hidden_states: the layer's input.
@@ -310,7 +311,8 @@ class JoinGradients(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden_states: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
-        """Return views of hidden_states [..., B, T, h] and of the parameters [...]."""
+        """Return views of hidden_states [..., B, T, h] and of the parameters [...]. The layer runs
+        on these views, so that all their gradients arrive at one autograd node."""
         ctx.parameters = parameters
         ctx.set_materialize_grads(False)
         return tuple(x.view_as(x) for x in (hidden_states, *parameters))

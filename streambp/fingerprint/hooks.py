@@ -129,7 +129,8 @@ def short_name(hook: Any) -> str:
 
 def base_of(leaf: str) -> str:
     """Return the name of the container of an entry, without the entry's index: "cache" for
-    "cache[3]". A name without index is returned unchanged."""
+    "cache[3]". A name without index is returned unchanged. If a layer's own forward changes an
+    entry, comparisons of hooks ignore all entries of this container."""
     return leaf.partition("[")[0]
 
 

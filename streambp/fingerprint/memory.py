@@ -434,7 +434,7 @@ def stored_attributes(parameter: Tensor) -> Content:
 class InPlaceWrites(TorchDispatchMode):
     """Torch dispatch mode that records in-place writes to the tensors of a `ReachableValues`, and
     copies the values before a write so that `restore` can undo it. The mode also holds weak
-    references to the tensors that operations return."""
+    references to the tensors that operations return, for `shapes_outside`."""
 
     supports_higher_order_operators = True
 

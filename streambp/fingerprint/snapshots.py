@@ -320,8 +320,8 @@ class Fingerprint:
     Attributes:
         last: the latest snapshot.
         pending: number of forwards whose backward has not run yet.
-        in_cycles: True if autograd graphs of the layer are in reference cycles, and are freed only
-            by garbage collection.
+        in_cycles: True if autograd graphs of the layer are in reference cycles of torch, which only
+            garbage collection frees. Backward then does not check if other code holds a graph.
         stored_paths: paths of values that third-party code inside the layer stored in a test run of
             the layer, for example "mlp.kept[3]". [Note: kept values]
     """

@@ -169,7 +169,8 @@ class LogitsExpression:
         has `token_positions`, only these tokens are computed.
 
         The result is hidden states [..., h], or logits [..., V] if the recipe has a weight. Both
-        are differentiable. The request's temperature is not applied.
+        are differentiable. The logits are those of the model itself, not divided by the temperature
+        in `request`.
         """
         if self.token_positions is not None:
             source = take_rows(
@@ -359,8 +360,9 @@ def _loss_at_positions(
     """Compute F.cross_entropy of the logits of M tokens, block by block. The hidden state of token
     i is row `token_positions[i]` of `source`.
 
-    Several tokens may have the same hidden state. If many of them share the label too, each pair of
-    hidden state and label is computed once, and its gradients in backward and not in forward.
+    Several tokens may have the same hidden state. If many of them share the label too, each
+    different pair of hidden state and label is computed once. The gradients are then computed in
+    backward; otherwise they may be computed in forward already.
 
     Args:
         source: hidden states [N, h].

@@ -38,19 +38,20 @@ HIGH_PART_STRIDE = 2  # every other part of [hi, lo, hi] is the high one
 
 
 class Factor(NamedTuple):
-    """A LoRA matrix [rank, m], split into matrices in the dtype of the matrix products.
+    """A LoRA matrix [rank, m] as right operand of matrix products, in the dtype of the products.
 
-    If the products are in half precision and the matrix in another dtype (float32), it becomes two
-    matrices: hi, the rounded values, and lo, the rounding errors.
+    Products in half precision keep the precision of wider operands. An operand is the sum of hi,
+    its rounded values, and lo, its rounding errors. The left operand (`left_operand`) has columns
+    hi, lo, hi, and `stack` has rows hi, hi, lo. One product thus adds hi @ hi, lo @ hi and hi @ lo.
 
     Attributes:
         stack: [parts * rank + bias rows, m]: the parts one below the other, then the biases as
             rows.
         rank: the adapter's rank; for concatenated adapters the sum of their ranks.
-        parts: number of [rank, m] matrices in `stack`. 1: [hi], for products in float32 or wider.
-            2: [hi; hi], for a matrix in the products' half-precision dtype. The second hi is
-            multiplied by the other operand's rounding errors. 3: [hi; hi; lo], for products in half
-            precision and a matrix in another dtype (float32).
+        parts: number of [rank, m] matrices in `stack`. 1: the matrix, for products in float32 or
+            wider. 2: hi twice, for a matrix that is in the products' half-precision dtype already
+            and has no lo. 3: hi, hi and lo, for a matrix in another dtype (float32) than the
+            products' half precision.
     """
 
     stack: Tensor
@@ -152,8 +153,9 @@ class AdaptedLinearArguments:
         b: the B matrices of all adapters, transposed [rank, out] and multiplied by their scales,
             with the biases as further rows.
         scales: scales of each adapter.
-        value: the saved output [..., out], returned as a view. None: compute the output. A slice:
-            compute these rows only; all other rows are NaN. `UNREAD_OUTPUT` is the empty slice.
+        value: the saved output [..., out], returned as a view. None: compute the output. A slice,
+            if no code reads the output: compute only these rows, to compare them with forward; all
+            other rows are NaN. `UNREAD_OUTPUT` is the empty slice.
         add: callback for backward: gets two matrices [out, n] and [n, in], and adds their product
             to the sum of the weight's gradient over chunks. None: autograd returns the gradient.
         decode: returns a quantized base weight in the compute dtype, so that backward needs no
@@ -246,7 +248,7 @@ def join_factors(factors: list[Factor]) -> Factor:
 
 @dataclasses.dataclass
 class SharedInputState:
-    """Values of one call that several LoRA Linears with the same input x [..., in] share.
+    """Values that several LoRA Linears share while they are called with the same input x [..., in].
 
     Query, key and value projections read the same x, and so do gate and up projections. One product
     computes x A^T for all Linears, and another one the gradients of all A. Each Linear's backward

@@ -339,8 +339,8 @@ class Adaptation:
         Args:
             x: [..., in].
             value: the saved output [..., out], returned as a view. None: compute the output. A
-                slice: compute these rows only; all other rows are NaN. `UNREAD_OUTPUT` is the empty
-                    slice.
+                slice, if no code reads the output: compute only these rows, to compare them with
+                forward; all other rows are NaN. `UNREAD_OUTPUT` is the empty slice.
             add: callback for backward: gets two matrices [out, n] and [n, in], and adds their
                 product to the sum of the weight's gradient over chunks. None: autograd returns the
                 gradient.
@@ -465,8 +465,8 @@ class Adaptation:
             dtype: dtype of the matrix products.
             masks: dropout mask [n, in] of each adapter's input, from `_mask`; None: no dropout.
             value: the saved output [..., out], returned as a view. None: compute the output. A
-                slice: compute these rows only; all other rows are NaN. `UNREAD_OUTPUT` is the empty
-                    slice.
+                slice, if no code reads the output: compute only these rows, to compare them with
+                forward; all other rows are NaN. `UNREAD_OUTPUT` is the empty slice.
             add: callback for backward: gets two matrices [out, n] and [n, in], and adds their
                 product to the sum of the weight's gradient over chunks. None: autograd returns the
                 gradient.

@@ -72,10 +72,11 @@ Multiply = Callable[[Tensor, Tensor], Tensor]
 class FactoredWeight(Tensor):
     """A weight with LoRA adapters, folded = base + sum of scale * left @ right over the adapters,
     [E, n, m] of all experts or [n, m] of one expert. Backward computes gradients of the factors
-    left and right, and none of the weight.
+    left and right, and none of the weight. Shapes below are without E for one expert.
 
     Attributes:
-        folded: the sum, [E, n, m], without a graph.
+        folded: the sum, [E, n, m], without a graph. The forward of a product reads this sum, and
+            not the factors.
         left_factor: [E, n, r], the left factors of all adapters, side by side; r: the sum of ranks.
         right_factor: [E, r, m], the right factors of all adapters, one below the other.
         scales: (rank, scale) of each adapter, in the order of the factors.
@@ -105,10 +106,11 @@ class FactoredWeight(Tensor):
         sum of the adapters' ranks.
 
         Args:
-            folded: the sum of the weight and its adapters, [E, n, m] or [n, m].
-            left_factor: the adapters' left factors side by side, [E, n, r] or [n, r].
-            right_factor: the right factors one below the other, [E, r, m] or [r, m].
-            scales: (rank, scale) of each adapter.
+            folded: [E, n, m] or [n, m], the frozen weight plus scale * left @ right of each
+                adapter. The forward of a product reads this sum, and not the factors.
+            left_factor: left of all adapters side by side, [E, n, r] or [n, r].
+            right_factor: right of all adapters one below the other, [E, r, m] or [r, m].
+            scales: (rank, scale) of each adapter, in the order of the factors.
             tell: callback for the attribute `record_operation`: gets the name of an operation that
                 is no product.
         """
@@ -156,7 +158,8 @@ class FactoredWeight(Tensor):
         return self.part(self.folded[index], left_factors[index], right_factors[index])
 
     def swap_dims(self) -> FactoredWeight:
-        """Return the weight with its last two dimensions swapped."""
+        """Return a `FactoredWeight` with the last two dimensions of this weight swapped, for
+        transpositions and F.linear."""
         return self.part(self.folded.mT, self.right_factor.mT, self.left_factor.mT)
 
     @classmethod
@@ -347,7 +350,8 @@ def _replace_weights(value: Any, operation: str) -> Any:
 
 def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return an operation's result, computed from the parts of its `FactoredWeight`. Return
-    NotImplemented if the operation is no supported product, index or transposition.
+    NotImplemented if the operation is no supported product, index or transposition. The caller then
+    runs the operation on plain tensors.
 
     Args:
         func: the operation, a function of torch.
@@ -374,7 +378,8 @@ def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _select_experts(weight: FactoredWeight, index: Any) -> Any:
     """Return `weight[index]` as a `FactoredWeight`: one expert's [n, m] for a number, several
-    experts' [k, n, m] for a tensor [k] of numbers. NotImplemented for any other index."""
+    experts' [k, n, m] for a tensor [k] of numbers. NotImplemented for any other index; the plain
+    weight is then indexed."""
     if weight.dim() != 3:
         return NotImplemented
     if type(index) is int:
@@ -397,8 +402,8 @@ def _linear(x: Any, weight: Any, bias: Any = None) -> Any:
 
 
 def _product(a: Any, b: Any) -> Any:
-    """Return a @ b of a `FactoredWeight` and a tensor, in either order; NotImplemented for shapes
-    that `ExpertProduct` does not support."""
+    """Return a @ b of a `FactoredWeight` and a tensor, in either order. NotImplemented for shapes
+    that `ExpertProduct` does not support; the product then runs on plain tensors."""
     weight_first = isinstance(a, FactoredWeight)
     weight, x = (a, b) if weight_first else (b, a)
     if isinstance(x, FactoredWeight) or x.dim() < 2:
@@ -421,18 +426,20 @@ def _product(a: Any, b: Any) -> Any:
 
 
 def _multiply_left(x: Tensor, weight: Tensor) -> Tensor:
-    """Return weight [..., n, m] @ x [..., m, k]."""
+    """Return weight [..., n, m] @ x [..., m, k]: `ProductRule.multiply` of a product whose left
+    operand is the weight."""
     return torch.matmul(weight, x)
 
 
 def _sum_products(a: Tensor, b: Tensor) -> Tensor:
-    """Return the sum of a [..., m, tokens] @ b [..., tokens, n] over the leading dimensions."""
+    """Return the sum of a [..., m, tokens] @ b [..., tokens, n] over the leading dimensions. This
+    is a factor's gradient (`ProductRule.gather`) if tokens have more dimensions than the weight."""
     return a.mT.flatten(0, -2).mT @ b.flatten(0, -2)
 
 
 def _multiply_groups(func: Any, x: Any, weight: Any, kwargs: dict[str, Any]) -> Any:
-    """Return the products of each expert's rows of x with the expert's weight, [n, out];
-    NotImplemented for unsupported arguments.
+    """Return the products of each expert's rows of x with the expert's weight, [n, out].
+    NotImplemented for unsupported arguments; grouped_mm then gets the plain weight.
 
     Args:
         func: torch's grouped_mm.
@@ -539,7 +546,7 @@ def _why_not(module: Any, names: list[str]) -> str | None:
 
 @dataclasses.dataclass(eq=False)
 class PlainWeight:
-    """A parameter of experts, in the place of which the experts can read another tensor.
+    """A parameter of experts, and the means to let the experts read another tensor in its place.
 
     Attributes:
         module: the experts.

@@ -306,7 +306,8 @@ def refuse_other_leaves(
 
 
 def nodes_behind(outputs: Iterable[Tensor]) -> list[Any]:
-    """Return all autograd nodes of the graph that computed these tensors [...], each node once."""
+    """Return all autograd nodes of the graph that computed these tensors [...], each node once,
+    from the tensors' own nodes to the leaves."""
     nodes: list[Any] = list(
         dict.fromkeys(output.grad_fn for output in outputs if output.grad_fn is not None)
     )

@@ -249,11 +249,11 @@ class LayerTests:
         differing: paths of values that the forward stores, and that differ in chunks from those of
             an unchunked run; found in tests of any kind of call. [Note: kept values]
 
-    A test runs the layer's hooks. A hook that accumulates values would then keep the test's tokens
-    and gradients. A hook that only reads values cannot change the result of a test. After
-    `warm_up`, new hooks are therefore watched instead of tested. Forward checks that a hook does
-    not modify values, and backward checks that a hook keeps no graph. If a hook does either, the
-    step ends with an error, and the layer is tested with the hook from then on.
+    Hooks that are registered after `warm_up` are not tested. A test would run them on random
+    tokens, and a hook that collects values would store the test's values. Instead, the forward of a
+    training step checks that a new hook modifies no value, and the backward that the hook keeps no
+    graph. If a hook does either, the step ends with an error, and the layer is tested with the hook
+    from then on. A hook that does neither cannot change the result of a test.
     """
 
     results: TrialResults = dataclasses.field(default_factory=TrialResults)

@@ -393,8 +393,9 @@ def _product(
 
     Args:
         module: the Linear, or a LoRA Linear.
-        value: the saved output [..., out]. None: compute the output. A slice: compute these rows
-            only; all other rows are NaN. `UNREAD_OUTPUT` is the empty slice.
+        value: the saved output [..., out]. None: compute the output. A slice, if no code reads the
+            output: compute only these rows, to compare them with forward; all other rows are NaN.
+            `UNREAD_OUTPUT` is the empty slice.
         add: callback for backward: gets two matrices [out, n] and [n, in], and adds their product
             to the sum of the weight's gradient over chunks. None: autograd returns the gradient.
         cast: function of a dtype that returns the weight in this dtype, cast once for all chunks;
@@ -443,8 +444,8 @@ class LinearWithKnownOutput(torch.autograd.Function):
                 would have no graph if x requires no gradient.
             bias: [out].
             value: the saved output [..., out], returned as a view. None: compute the output. A
-                slice: compute these rows only; all other rows are NaN. `UNREAD_OUTPUT` is the empty
-                slice.
+                slice, if no code reads the output: compute only these rows, to compare them with
+                forward; all other rows are NaN. `UNREAD_OUTPUT` is the empty slice.
             add: callback for backward: gets two matrices [out, n] and [n, in], and adds their
                 product to the sum of the weight's gradient over chunks. None: autograd returns the
                 gradient.

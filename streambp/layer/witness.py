@@ -127,8 +127,8 @@ class ValuePair(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class Witness:
-    """Values of one layer call's forward, and their comparison with the recomputation in backward.
-    [Note: witness]
+    """Record of values in one layer call's forward. Backward compares the values of its
+    recomputation with the record, and raises if they differ. [Note: witness]
 
     Attributes:
         witnesses: collects the comparisons of all layers of the model.
@@ -234,8 +234,9 @@ class Witness:
         self.see("output", output, x, rows_of(output.shape[-2]) if self.left_out else None)
 
     def end(self) -> None:
-        """Pass the values of this call to `Witnesses.submit` in pairs, for comparison, and forget
-        them. Called at the end of the layer's backward."""
+        """Pass all pairs of a forward's value and the recomputed value, collected by `see` in this
+        layer call, to `Witnesses.submit` for comparison. Drop the pairs and the forward's remaining
+        values. Called at the end of the layer's backward."""
         pairs, self._pairs, self._noted = self._pairs, [], {}
         if pairs:
             self.witnesses.submit(pairs)
@@ -243,8 +244,9 @@ class Witness:
 
 @dataclasses.dataclass(eq=False)
 class Witnesses:
-    """The comparisons of all layers of one model. The comparisons are evaluated together, with one
-    device synchronization for each backward."""
+    """Comparisons of values in each layer's forward with the same values of its recomputation in
+    backward, for all layers of a model. The comparisons of one backward are evaluated together at
+    its end, so that the host waits once for the device. [Note: witness]"""
 
     _weights: dict[tuple[int, torch.dtype, torch.device], Tensor] = dataclasses.field(
         default_factory=dict

@@ -47,8 +47,8 @@ class SharedWriteCount:
     use.
 
     Attributes:
-        watched: pairs of a tensor and its version counter at the time of `track_alias`. The tensor
-            shares the counter, but not the memory, of a real tensor with a lazy tensor's values.
+        watched: pairs of an empty tensor and its version counter at the time of `track_alias`. The
+            empty tensor shares only the counter of a real tensor with a lazy tensor's values.
         writes: number of writes to the lazy tensor, its slices and its views.
     """
 
@@ -404,6 +404,6 @@ def note_use(stand_ins: Sequence[Any], result: Any) -> None:
 
 def is_scaling_hook(hook: Any) -> bool:
     """True if a tensor hook is DeepSpeed's hook that scales gradients and signals the start of
-    backward. Such a hook may be registered on a lazy tensor after results were computed from the
-    tensor. Any other hook raises then."""
+    backward, by the hook's qualified name. Such a hook may be registered on a lazy tensor after
+    results were computed from the tensor. Registering any other hook raises then."""
     return SCALING_HOOK in getattr(hook, "__qualname__", "")

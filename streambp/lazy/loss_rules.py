@@ -85,8 +85,8 @@ def label_loss(
             function.
 
     Returns:
-        The loss, in torch's dtype; NotImplemented with class weights, probabilities as target, or
-            the deprecated arguments size_average and reduce.
+        The loss, in the dtype of torch's own result; NotImplemented with class weights,
+            probabilities as target, or the deprecated arguments size_average and reduce.
 
     Raises:
         StreamBPError: a label is outside of the vocabulary and not `ignore_index`.

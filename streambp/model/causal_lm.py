@@ -200,7 +200,8 @@ class CausalLMForward(InstanceForward):
 
         Args:
             training: True if the call was in training mode with gradients.
-            how: sentence on how the loss was computed; None if the call returned lazy logits alone.
+            how: sentence on how the loss was computed; None if the call returned lazy logits and no
+                loss.
             labelled: True if labels were given.
             lazy: record of the returned lazy logits (computed where the program uses them); None:
                 the call returned none.
@@ -377,8 +378,8 @@ class CausalLMForward(InstanceForward):
 
     @property
     def _steady_norms(self) -> tuple[nn.Module, ...]:
-        """Return the final norms without submodules. The loss, or later use of lazy logits, may
-        compute such a norm after the model's forward with the same result.
+        """Return those of the final norms that have no submodules. The loss, or later use of lazy
+        logits, may compute such a norm after the model's forward with the same result.
 
         A norm with submodules (PEFT's wrapper) may compute something else by the time the logits
         are used, because adapters can be switched in between.

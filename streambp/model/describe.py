@@ -461,8 +461,8 @@ def _describe_offload(state: PatchState, record: StepRecord | None) -> str:
 def _host_time_text(host: HostChoice | None) -> str:
     """Return text on how many seconds faster each step would be, by prediction, if saved tensors
     were moved to the host. Tensors are not moved until the seconds that faster steps would have
-    spared exceed the seconds of pinning host memory. Return "" if this is not the reason why
-    tensors stay on the device. [Note: host by seconds]
+    spared exceed the seconds of pinning host memory. Return "" if tensors are moved, or if they
+    stay on the device for another reason. [Note: host by seconds]
 
     Args:
         host: decides in each micro-batch if tensors move; None: the settings decide.
@@ -617,8 +617,8 @@ def _notes(model: nn.Module, state: PatchState) -> tuple[str, ...]:
 
 
 def _compiled_module_lines(model: nn.Module, state: PatchState) -> list[str]:
-    """Return lines about modules under torch.compile: which run compiled inside of chunked layers,
-    and which outside. Empty if no module is compiled."""
+    """Return lines about torch.compile: the names of the modules outside and inside of chunked
+    layers that run compiled code. Empty if no module is compiled."""
     notes: list[str] = []
     layers = [wrapper.module for wrapper in state.wrappers if isinstance(wrapper, LayerForward)]
     named_modules = [pair for layer in layers for pair in layer.named_modules() if pair[0]]

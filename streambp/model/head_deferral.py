@@ -127,7 +127,8 @@ class DeferredForward(InstanceForward):
 
 class HeldHead(nn.Module):
     """Module in place of an output projection whose weight ZeRO-3 or FSDP shards, during one call
-    of the model. The weight is gathered once and copied, and the copy is used until backward.
+    of the model. The weight is gathered once and copied. Logits are computed with the copy, in
+    forward and again in backward.
 
     Args:
         model: the language model.
@@ -229,8 +230,8 @@ class LendWeights(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, loan: WeightLoan, hidden_states: Tensor, *weights: Tensor) -> Tensor:
-        """Return a view of hidden_states [..., h]. `loan` holds the copies whose gradients backward
-        returns for the weights; the weights are inputs for this reason."""
+        """Return a view of hidden_states [..., h]. The weights are inputs so that backward can
+        return gradients for them: the gradients of their copies, which are stored in `loan`."""
         ctx.lent = loan
         ctx.set_materialize_grads(False)
         return hidden_states.view_as(hidden_states)

@@ -208,8 +208,9 @@ class UnpatchedRuns:
     def watch_draws(self, run: Callable[[], T], device: torch.device) -> T:
         """Call `run` and return its result. Record in `drew` if `run` drew random numbers.
 
-        No later micro-batch then runs unpatched. GradCache must draw the same dropout masks again
-        with gradients, but torch's own attention draws other masks than attention in chunks.
+        No later micro-batch then runs unpatched. The program may be GradCache, which runs a batch
+        without gradients first, and again with gradients. Both runs must draw the same dropout
+        masks, but torch's own attention draws other masks than attention in chunks.
 
         Args:
             run: a forward in chunks and without gradients.

@@ -143,8 +143,8 @@ class LayerForward(InstanceForward):
             self.leaf.remove()
 
     def remove_from_attributes(self, attributes: dict[str, Any]) -> None:
-        """Remove what this object installed on its layer from the attributes of a copy of the
-        layer.
+        """Remove the replaced forward and the other changes of this object, such as the mark of a
+        ZeRO-3 leaf module, from the attributes of a layer's copy.
 
         Args:
             attributes: the copy's `__dict__`.
@@ -424,7 +424,8 @@ class BackboneForward(InstanceForward):
 
     def _run_watching_draws(self, kwargs: dict[str, Any]) -> Any:
         """Return the output of a forward without gradients, and record if the forward drew random
-        numbers, which a forward with gradients may have to draw again (GradCache)."""
+        numbers. GradCache runs such a forward first, and then a forward of the same batch with
+        gradients, which must draw the same numbers."""
         state = self.state
         device: torch.device = self.module.device  # type: ignore[assignment]
         run = functools.partial(self._run, kwargs)
@@ -546,8 +547,8 @@ class BackboneForward(InstanceForward):
 
         A caller that passes `use_cache=True` gets a cache. If a caller does not pass `use_cache`,
         the model's config decides in evaluation. Training mode ignores the config, because most
-        programs never read the cache of a step. This also holds without gradients: GradCache's
-        first forward must draw the same dropout masks as its step with gradients.
+        programs never read the cache of a step. This also holds without gradients: GradCache runs
+        a batch without gradients first, and must draw the same dropout masks again with gradients.
         """
         if has_cache(kwargs):
             self.state.history.given_cache |= torch.is_grad_enabled() and self.module.training

@@ -249,8 +249,8 @@ class ObservedCosts:
         costs: bytes and FLOPs of each chunk whose forward has ended.
         graph: bytes of the autograd graphs of all chunks, as backward builds them.
         marks: device times at the start of forward and at the end of each chunk.
-        attention: device times (start, end) of each chunk's attention, if attention is timed by
-            itself.
+        attention: device times (start, end) of each chunk's attention, if attention is timed
+            separately (in layers whose chunks all read the same keys).
         arguments: bytes of the layer's arguments beside its input.
     """
 
@@ -319,7 +319,7 @@ class ObservedCosts:
         return [self.engine.seconds(start, stop) for start, stop in pairs]
 
     def attention_seconds(self) -> float:
-        """Return the seconds of attention in all chunks; 0 if attention was not timed by itself."""
+        """Return the seconds of attention in all chunks; 0 if attention has no separate times."""
         if self.engine is None:
             return 0.0
         return sum(self.engine.seconds(began, ended) for began, ended in self.attention)
@@ -330,8 +330,8 @@ def attention_rate(layers: Iterable[ObservedCosts]) -> float:
     decides if attention outputs are copied to the host or computed again.
 
     Causal chunks differ only in the number of keys that they attend to, so the increase of their
-    times is attention's. A layer whose chunks all read the same keys has timed its attention by
-    itself.
+    times is attention's. If all chunks of a layer read the same keys, its attention was timed
+    separately.
 
     Args:
         layers: measurements of each layer's forward.
@@ -406,8 +406,8 @@ class SavesChoice:
         min_free_bytes: smallest number of free bytes on the device during the micro-batch.
         drop_reason: the reason why all saved tensors were freed before their backward; None: no
             tensor was freed.
-        spared: computation that backward is spared, in FLOPs of matrix products; attention's FLOPs
-            are converted by their time.
+        spared: computation that backward is spared, in FLOPs of matrix products. Attention counts
+            as matrix products of the same duration.
         bytes: bytes that all layers save, by name of the tensor.
         layers: number of layers that save the tensor, by name of the tensor.
     """
@@ -577,7 +577,7 @@ class StepFigures:
     Attributes:
         need: device memory of a step without saved tensors; None: unknown.
         costs: bytes and FLOPs of the tensors that each layer may save, by the layer's index.
-            Measured steps correct them.
+            Measurements of a layer's steps later replace the layer's entry.
         seconds: maps (tokens, tokens of a chunk) to seconds of a step without saved tensors; None:
             unknown.
         products: FLOP/s of matrix products.

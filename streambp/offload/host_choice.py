@@ -170,7 +170,8 @@ class HostChoice:
         saved_up_seconds: seconds that moving would have spared in all micro-batches since tensors
             moved last.
         allowed: False while ranks share sequences; saved tensors then stay on the device.
-        drew: True if a forward without gradients has drawn random numbers; saved tensors then stay.
+        drew: True if a forward without gradients has drawn random numbers; saved tensors then stay
+            on the device.
         gain: seconds that moving spares in the last micro-batch, by prediction; 0 if nothing would
             be spared.
         waited: seconds that moving may have spared, at most, in the micro-batches so far. The first
@@ -216,9 +217,10 @@ class HostChoice:
         return result
 
     def must_draw_alike(self) -> bool:
-        """True if the running forward and another one may have to draw the same random numbers, as
-        in GradCache and in a program's checkpoint. Draws depend on chunk sizes, and chunk sizes on
-        the host. Saved tensors of such forwards must therefore stay on the device."""
+        """True if the running forward and another forward of the batch may have to draw the same
+        random numbers, as in GradCache and in a checkpoint. A step that moves
+        tensors to the host may have other chunk sizes, and then draws other numbers. Saved tensors
+        of such forwards must therefore stay on the device."""
         return (
             self.drew
             or not torch.is_grad_enabled()

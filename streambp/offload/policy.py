@@ -165,8 +165,8 @@ class SavesPolicy:
         )
 
     def begin_forward(self, device: torch.device, with_layers: bool = False) -> None:
-        """Record that a forward of the model begins. The device's free memory and the model's
-        predictions are read once for each forward, by the first layer if no backbone has called.
+        """Record that a forward of the model begins, and read the device's free memory and the
+        model's predictions. A call of the first layer reads nothing if the backbone has called.
 
         Args:
             device: the device of the input.
@@ -502,8 +502,8 @@ class SavesPolicy:
         )
 
     def _decide_for(self, shape: MicroBatchShape, device: torch.device, free: FreeByDevice) -> None:
-        """Decide if the micro-batch that begins moves saved tensors to the host, unless the choice
-        of its chunk size has decided. [Note: host by seconds]
+        """Decide if the micro-batch that begins moves saved tensors to the host, unless `size` has
+        decided for a micro-batch of equal shape before. [Note: host by seconds]
 
         Args:
             shape: size of the micro-batch.
@@ -558,7 +558,7 @@ class SavesPolicy:
     def _begin_on_host(self, link: LinkBudget, tokens: int, length: int, chunk: int) -> None:
         """Choose the tensors that this micro-batch saves, and those of them that are copied to the
         host. If no forward of similar length was measured yet, this forward is measured and nothing
-        is chosen. The copies of a later choice must hide behind a forward's compute.
+        is chosen. Later choices copy a saved tensor only if copies end within a forward's seconds.
 
         Args:
             link: budget and measurements of the copies.

@@ -61,8 +61,8 @@ def launcher_settings_of(
     Args:
         fields: the fields by name, as JSON values; empty: the defaults.
         setting: the training setting, whose ZeRO stage is a part of the line for DeepSpeed.
-        on_host: True if layers have their weights in host memory, which the line for DeepSpeed
-            replaces by a remark.
+        on_host: True if layers have their weights in host memory. The line for DeepSpeed is then a
+            remark, because this requires a single process.
     """
     flags = []
     trl = []

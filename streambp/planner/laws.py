@@ -193,8 +193,9 @@ def fit_work(
         costs: the counted costs at each point.
         k_block: number of keys in an attention block, the part of the keys that one kernel call
             reads.
-        count_of_own: number of points, from the first on, through which bytes copied to and from
-            the host are fitted; None: all points.
+        count_of_own: number of points, from the first on, that were counted for exactly this way to
+            run the step. Bytes copied to and from the host are fitted through these alone, because
+            later points may have other copies. None: all points.
         encoder: length of the rows of the model's encoder: "fixed", "same" as the decoder's, or ""
             without encoder.
     """

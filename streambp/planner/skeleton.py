@@ -627,9 +627,10 @@ def reduced_layers(model: nn.Module) -> ShrunkModel:
     costs of a step are counted: the first, the last, and one between the two.
 
     A kind is a set of layers with the same structure. If there are several kinds, or recurrent
-    states, two layers of each kind between the first and the last are selected. Some work happens
-    once, in backward of the first layer of a kind, and not in each layer. If layers read another
-    layer's keys and values (`num_kv_shared_layers`), all layers are selected.
+    states, two layers of each kind between the first and the last are selected. The reason is work
+    that happens once, in backward of the first layer of a kind, and not in each layer. All layers
+    are selected if layers read another layer's keys and values (`num_kv_shared_layers`), or if the
+    layers are in no `ModuleList` of the backbone.
     """
     stack = max(find_stacks(model).stacks, key=lambda stack: len(stack.layers))
     depth = len(stack.layers)

@@ -261,11 +261,13 @@ def _flash(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Return the output [B, T, H, D_v] of torch's FlashAttention operation, and None in place of
-    attention weights. The operation makes the kernel's allocations on meta tensors.
+    attention weights. The operation makes the kernel's allocations on meta tensors, so that the
+    planner counts them.
 
-    The function is registered as one of transformers' attention functions and has their arguments.
-    A mask and a softcap are ignored. A module with is_causal=False reads all keys, or those of a
-    window to both sides; any other module is causal.
+    The function is registered in transformers' `AttentionInterface`, and has the usual arguments:
+    query [B, H, T, D], key [B, H_kv, S, D] and value [B, H_kv, S, D_v]. A mask and a softcap are
+    ignored. A module with is_causal=False reads all keys, or the keys of a window
+    to both sides; any other module is causal.
     """
     causal = getattr(module, "is_causal", True) is not False
     size = value.shape[-1]

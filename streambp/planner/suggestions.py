@@ -320,8 +320,9 @@ def profile_of(training: Training, count: Callable[[Training], Profile]) -> Prof
 
 
 def is_on_device(remedy: Remedy) -> bool:
-    """True if all of the layers' weights are on the device in the fastest step of a remedy's plan
-    (`Plan.choice`). Kinds of training that need less memory are then not proposed."""
+    """True if a step of a remedy's plan fits into memory, and the fastest one (`Plan.choice`) has
+    the weights of all layers on the device. Other kinds of training, which need even less device
+    memory, are then not proposed."""
     choice = remedy.plan.choice
     return choice is not None and choice.on_host is None
 

@@ -358,10 +358,11 @@ class Counter:
         tokens. The second point has four chunks with sharded sequences, because a rank's part of a
         sequence has two parts of complete chunks.
 
-        Recipes with the same saved tensors differ only by their copies to the host. One run on
-        tensors without data therefore serves all these recipes. The difference between recipes is
-        computed at a point that is in the `counts` of both. Bytes of the difference are scaled with
-        T, and dispatches (operations that torch starts) with the number of chunks.
+        Recipes with the same saved tensors differ only by their copies to the host. The first of
+        these recipes is therefore run at the two points, and the results serve all of them. The
+        result for a later recipe includes the difference between the two recipes, computed at a
+        point in the `counts` of both. Bytes of the difference are scaled with T, and dispatches
+        (operations that torch starts) with the number of chunks.
 
         Args:
             recipe: the way to run the step, such as streamed with some saved tensors.
@@ -532,8 +533,8 @@ class Counter:
 
 def _growth(phases: list[PhaseMemory], accumulating: list[PhaseMemory]) -> list[PhaseMemory]:
     """Return the additional bytes of each phase, at its start and at its peak, in a step that adds
-    to existing gradients. The comparison is with a step that creates its gradients. `_add_growth`
-    adds these bytes at other lengths, because only the second kind of step is counted there.
+    to existing gradients instead of creating gradients. Only steps that create gradients are
+    counted at other lengths, and `_add_growth` adds these bytes.
 
     Args:
         phases: the phases of a step that creates its gradients.

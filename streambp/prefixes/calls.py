@@ -85,9 +85,9 @@ class SharedPrefixes:
     Args:
         module: the backbone: a transformers model without head.
         rows: `StreamConfig.rows`. "auto": a padded batch is not packed if other code may read
-            values at padding, and with dropout rows share no tokens. "packed": such batches are
-            packed, too. Values at padding are then another token's, and rows have the same dropout
-            in their common beginning.
+            values at padding, and rows share no tokens if the model has dropout. "packed": such
+            batches are packed, too. Values at padding are then another token's, and rows have the
+            same dropout in their common beginning.
 
     Attributes:
         last: sizes of the last call's packed row, or the reason against it as text; None before the
@@ -214,7 +214,8 @@ class SharedPrefixes:
         padding_unseen: PaddingCheck,
     ) -> bool:
         """True if this call would be computed on a packed row with fewer tokens than the batch
-        [B, T]. Also True if only a test of the model on such a row is missing. Nothing is computed.
+        [B, T]. The result is also True if the model was not tested on packed rows yet, and no
+        other reason speaks against a packed row. Nothing is computed.
 
         The caller runs a small batch unpatched only if the result is False, because an unpatched
         forward computes all tokens.
@@ -468,9 +469,10 @@ def _chunk_overhead(layer_states: list[LayerState]) -> float:
 
 
 def _label_mask(plain: Any, shifted: Any, ids: Tensor) -> Tensor | None:
-    """Return a bool tensor [B, T], True for tokens whose output has a label. `find_tree` packs no
-    batch in which padding predicts a label. If labels exist for the last tokens alone
-    (logits_to_keep), all tokens are True. None without labels.
+    """Return a bool tensor [B, T], True for tokens whose output has a label. `find_tree` refuses to
+    pack a batch if the result is True at a padding position, because a packed row has no padding.
+    If labels exist for the last tokens alone (logits_to_keep), all entries are True. None without
+    labels.
 
     Args:
         plain: the argument `labels`, or None; the label of a token is for the output of the token

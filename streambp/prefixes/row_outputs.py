@@ -24,8 +24,8 @@ class TokenCopies(torch.autograd.Function):
     batch that have these tokens: [B, T, ...]. The packed row has shared prefixes once. Backward
     sums the gradients of the copies.
 
-    Padding gets the first token's values, because zeros might have no gradient. A gradient at
-    padding raises.
+    A gradient at padding raises, because padding was not computed. Padding gets the first token's
+    values: with zeros, the gradient of code that uses padding might be 0 and raise nothing.
     """
 
     @staticmethod

@@ -57,7 +57,7 @@ class OneRankShards(Shards):
         exchanged.
 
         Args:
-            parts: k and v; emptied.
+            parts: list of k and v; the list is emptied.
             heads: H, the number of query heads; not used.
         """
         return Keys(*(parts.pop(0).transpose(1, 2).contiguous() for _ in range(2)))
@@ -67,7 +67,7 @@ class OneRankShards(Shards):
         Nothing is exchanged or summed.
 
         Args:
-            sums: dK [B, T, H_kv, D] and dV; emptied.
+            sums: list of dK [B, T, H_kv, D] and dV; the list is emptied.
             dtype: dtype of the result.
             heads: number of key/value heads; not used.
         """

@@ -232,8 +232,8 @@ def find_problems(
         loss: distances of the losses.
         expected: parameters with a gradient in the unpatched run.
         received: parameters with a gradient in the run.
-        run: name of the run, "streamed" or "by this method", at the end of messages such as "get
-            none streamed".
+        run: words for the run in messages: "streamed" or "by this method". Parameters that have no
+            gradient in the run "get none streamed", for example.
     """
     problems = []
     for names, difference in (
