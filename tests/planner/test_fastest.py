@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from streambp import cli
 from streambp.cli import commands
 from streambp.planner import Memory, Setting
 from streambp.planner.default_step import DefaultStep
