@@ -71,7 +71,7 @@ def model_name(name: str) -> str:
     if WEB_ADDRESS.match(name):
         raise ConfigError(
             f"The model is {short_repr(name)}, which is the web address of no model's page. Pass "
-            "an id on the Hub such as Qwen/Qwen3-8B, or the address of its page, such as "
+            "an id on the Hub such as Qwen/Qwen3-8B, or the address of a model's page, such as "
             "https://huggingface.co/Qwen/Qwen3-8B."
         )
     return name
