@@ -108,7 +108,7 @@ def choice_option(*names: Any, aliases: Mapping[str, str] | None = None) -> dict
 
 def hide_flag_types(command: Any) -> None:
     """Leave the type of flags out of the help pages of a command and of its subcommands. A flag
-    takes no value, and a type beside it would ask for one.
+    takes no value, but a type in the help page would ask for a value.
 
     Args:
         command: typer's command, which is changed.
@@ -123,7 +123,7 @@ def hide_flag_types(command: Any) -> None:
                 parameter.metavar = ""
         return parameters
 
-    command.get_params = get_params  # it adds --help, which no other place gives
+    command.get_params = get_params  # get_params also adds the flag --help
     for subcommand in getattr(command, "commands", {}).values():
         hide_flag_types(subcommand)
 
@@ -145,7 +145,7 @@ def parse_command_line(app: typer.Typer, words: Sequence[str], program: str) -> 
     hide_flag_types(command)
     try:
         return command.main(args=list(words), prog_name=program, standalone_mode=False)
-    except typer.Abort:  # what typer makes of an interrupt
+    except typer.Abort:  # typer replaces KeyboardInterrupt by Abort
         raise KeyboardInterrupt from None
     except ClickException as error:  # type: ignore[misc]  # it is looked up
         context = getattr(error, "ctx", None)

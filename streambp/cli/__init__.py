@@ -1,6 +1,7 @@
 """The commands `streambp plan`, `verify`, `profile`, `launch` and `env`.
 
-`main` imports the modules that it needs: an interrupt of their import is then reported in one line.
+`main` imports all other modules, so that an interrupt during an import is also reported in one
+line.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from streambp.errors import StreamBPError
 from streambp.libraries import refuse_other_distribution
 
 EXIT_FAILED = 2
-EXIT_INTERRUPTED = 130  # of shells, after a program that Ctrl-C ended
+EXIT_INTERRUPTED = 130  # shells return this code after Ctrl-C
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -41,11 +41,16 @@ def parse(words: Sequence[str]) -> Any:
 
 
 def run(arguments: Any) -> int:
-    """Run a command with the parsed arguments of `parse`, and return its exit code. Errors become
-    StreamBPErrors whose message begins with the command's name.
+    """Run a command with the parsed arguments of `parse`, and return its exit code.
 
     Other libraries may print to stdout. stdout is therefore redirected to stderr, except for
     `arguments.out`, the command's own output.
+
+    Args:
+        arguments: the namespace that `parse` returned.
+
+    Raises:
+        StreamBPError: the command failed. The message begins with the command's name.
     """
     name = f"streambp {arguments.command}"
     try:

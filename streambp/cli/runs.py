@@ -33,7 +33,7 @@ from streambp.planner.fused_layers import fusion
 from streambp.planner.measure import compare_default, compare_step
 from streambp.planner.measure_device import measure_device
 from streambp.planner.page import page
-from streambp.planner.plan import ALLOWED_SLOWDOWN, Plan, plan, plan_profile
+from streambp.planner.plan import ALLOWED_SLOWDOWN, Plan, plan, plan_step
 from streambp.planner.profile import Profile, Setting
 from streambp.planner.report import (
     as_json,
@@ -270,7 +270,7 @@ def _notes(
             lora=training.lora, bits=training.bits, with_liger=True, methods=names,
             every_split=False,
         ).profile  # fmt: skip
-        liger = plan_profile(
+        liger = plan_step(
             profile, base_plan.seq_len, base_plan.memory, base_plan.setting, base_plan.rates
         )
         if seconds_of(liger) <= (1 - ALLOWED_SLOWDOWN) * seconds_of(base_plan):

@@ -99,7 +99,10 @@ def argument_texts(docstring: str) -> dict[str, str]:
     matches = re.findall(
         r"^    (\w[\w, ]*): (.*?)(?=^    \w[\w, ]*: |\Z)", part[1], re.DOTALL | re.MULTILINE
     )
-    return {name: " ".join(text.split()) for name, text in matches}
+    texts = {}
+    for name, text in matches:
+        texts[name] = " ".join(text.split())
+    return texts
 
 
 def first_sentence(text: str) -> str:

@@ -415,7 +415,7 @@ def peak(profile: Profile, method: Method, seq_len: int, chunk_size: int, settin
         chunk_size: positions of a chunk.
         setting: the training setting.
     """
-    if not method.chunked:
+    if not method.chunked and setting.on_host is not None:
         setting = dataclasses.replace(setting, on_host=None)
     between_steps = bytes_between_steps(profile, setting)
     born = sum(group.trainable_bytes for group in profile.groups)
