@@ -213,8 +213,13 @@ def recomputation_context(
 
 
 def restore_after(find: Callable[..., T]) -> Callable[..., T]:
-    """Wrap `find`, a function that tests a layer and takes a `LayerCall` as first argument. Values
-    that third-party code in the layer stores during the function's run are removed afterwards."""
+    """Wrap a function that runs a layer on random tokens, so that the run leaves no trace. During
+    the run, third-party code in the layer may store values in attributes, lists, closures or
+    tensors. When the function ends, all of these places get back their earlier contents.
+
+    Args:
+        find: function of a `LayerCall` and further arguments, such as `unread_products`.
+    """
 
     def find_and_restore(call: LayerCall, *args: Any) -> T:
         with restore_stored_values(call):

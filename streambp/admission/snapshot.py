@@ -432,8 +432,14 @@ class Snapshot:
     def _follow_cached_function(
         self, name: str, function: functools._lru_cache_wrapper[Any]
     ) -> None:
-        """Save the results that a function decorated with `functools.lru_cache` stored, and queue
-        the function itself. Messages call the function `name`."""
+        """Save the results that a third-party function with `functools.lru_cache` has stored. Queue
+        the function inside the decorator, so that its closure, defaults and globals are saved too.
+        Skip a library's function.
+
+        Args:
+            name: the function's name, with which the names of changed values in reports begin.
+            function: the decorated function.
+        """
         if not is_foreign(function.__wrapped__):
             return
         if function.cache_parameters()["maxsize"] is None:

@@ -286,12 +286,14 @@ class EngineReduce(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden_states: Tensor, reductions: list[Reduction]) -> Tensor:
-        """Return a view of hidden_states [..., B, T, h]. The layer runs on the view, so that its
-        backward ends before the backward of this Function.
+        """Return a view of hidden_states [..., B, T, h], on which the layer then runs. Autograd
+        therefore runs the layer's backward before this Function's `backward`. All gradients of the
+        layer then exist, and `backward` calls the hooks in `reductions`.
 
         Args:
             hidden_states: the layer's input.
-            reductions: the result of `reductions_of`.
+            reductions: pairs (module, hook) from `reductions_of`. The hook is DeepSpeed's, and
+                reduces the gradients of the module's parameters over ranks.
         """
         ctx.reductions = reductions
         return hidden_states.view_as(hidden_states)

@@ -183,7 +183,10 @@ class Fold:
     ) -> tuple[Tensor | None, ...]:
         """Return the fields of `TokenLogProbs` in their order, [n] each: log_probs, entropy,
         mean_log_probs, is_top1, mean_logits, log_sum_sq_probs. All but log_probs are None unless
-        their name is in `fields`. The statistics must be those of the full vocabulary.
+        their name is in `fields`.
+
+        Call this method on the `Fold` of the full vocabulary alone. If several `Fold`s have a part
+        of the vocabulary each, `merge` them first.
 
         Args:
             labels: the labels [n].

@@ -103,8 +103,9 @@ class InputSnapshot(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LogitsExpression:
-    """Recipe for a tensor that is computed later: the steps from stored hidden states (`source` in
-    the methods) to normed hidden states or logits.
+    """Recipe for a tensor that is computed later: the steps from stored hidden states to normed
+    hidden states or logits. The recipe does not contain the hidden states; its methods receive them
+    as the argument `source`.
 
     Attributes:
         request: options of the output projection in this forward.
@@ -112,14 +113,16 @@ class LogitsExpression:
         weight: [V, h]; None if the result is hidden states.
         bias: [V] or None.
         adds_bias: True if the model's code adds the bias to the logits, after the projection.
-        projection: scale and softcap of the product, or only the scale for hidden states; the
-            temperature is in `request`.
+        projection: steps after the matrix product with `weight`: a factor for the product, then a
+            softcap (bound by tanh), if the model has a softcap. If `weight` is None, the factor
+            multiplies the hidden states. The temperature is not here but in `request`.
         logits: True for the output projection's result and tensors derived from it; False for
             hidden states.
         token_positions: [...], index of each token in the stored hidden states [N, h]; None: the
             stored hidden states [..., h] have the tokens' shape.
-        late_padding: hidden states of padding, computed when they are read. [Note: padding that is
-            read]
+        late_padding: computes hidden states of padding once the program reads logits there; the
+            stored ones have no padding. None: every index in `token_positions` is that of a
+            stored hidden state. [Note: padding that is read]
     """
 
     request: HeadRequest

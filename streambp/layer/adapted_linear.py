@@ -290,22 +290,29 @@ class SharedInputState:
         return products[:, start : start + self.factors[index].rank]
 
     def read(self, rows: Tensor) -> None:
-        """Compute x A^T for all Linears from their input `rows`, x [n, in], and store it in
-        `products`."""
+        """Compute x A^T for each Linear from the common input x, and store the results in
+        `products`, [n, sum of ranks]. A [rank, in] and B are the LoRA matrices of a Linear, which
+        add (x A^T) B^T to the Linear's output.
+
+        Args:
+            rows: x, [n, in].
+        """
         self.readers = len(self.factors)
         self.products = thin_product(rows, self.joined)
 
     def collect(
         self, index: int, product_gradient: Tensor, flat: Tensor, weight: Tensor | None
     ) -> None:
-        """Add one Linear's part of the gradient of x, flat [n, out] @ weight, to `total`. Store the
-        Linear's gradient of x A^T for `SharedInput.backward`. The Linear's backward calls this
-        method.
+        """Add `flat` @ `weight` to the attribute `total`, the sum of the Linears' gradients of x
+        [n, in], if x needs a gradient. Store `product_gradient` for `SharedInput.backward`, which
+        adds the adapters' part to `total`. The backward of each Linear calls this method.
 
         Args:
-            index: the Linear's index in `factors`.
-            product_gradient: the gradient of x A^T, where A is the Linear's LoRA matrix, as
-                returned by `left_operand`: [n, rows of A's `Factor.stack`].
+            index: the Linear's index in the attribute `factors`, a list with the LoRA matrix A
+                [rank, in] of each Linear.
+            product_gradient: the gradient of x A^T [n, rank], as 1 to 3 blocks of `rank` columns,
+                `factors[index].parts` in number. A single block has the values. Several blocks have
+                rounded values, rounding errors, and the rounded values once more.
             flat: gradient of the Linear's output, [n, out].
             weight: the Linear's weight [out, in]; None: x needs no gradient.
         """
@@ -569,10 +576,10 @@ def _adapter_gradients(
         of_a: gradients of all A of the Linear, one below the other, [rank, in]; None: no A needs a
             gradient, or `SharedInput` computes the gradients of A.
         flat: gradient of the Linear's output, [n, out].
-        thin_parts: x A^T from `_thin_operand`, [n, parts * rank + bias rows]. There are 1 to 3
-            parts, `work.b.parts`, of `rank` columns each: rounded values, rounding errors, rounded
-            values again. A column of ones follows for each row of biases in `work.b.stack`; these
-            columns are not read.
+        thin_parts: x A^T [n, rank] from `_thin_operand`, as 1 to 3 blocks of `rank` columns,
+            `work.b.parts` in number. A single block has the values. Several blocks have rounded
+            values, rounding errors, and the rounded values once more. The third block is not read
+            here. Columns of ones for biases follow, and are not read either.
     """
     of_b: Tensor | None = None
     if any(needs[1::3]):

@@ -476,9 +476,14 @@ class FunctionCalculation:
         )
 
     def inputs(self) -> list[Tensor]:
-        """Return the inputs of `LazyResult` in the autograd graph: the tensors [1] that represent
-        the logits. Further tensors [1] make backward run the nodes that engines (DDP, ZeRO-3) have
-        inserted behind the logits."""
+        """Return the inputs of `LazyResult`: tensors [1] that connect the results with the autograd
+        graph. The values of these tensors are not used.
+
+        The recorded function may read several logits. One tensor for each of these logits leads
+        backward to `HeadHandle`, which computes the gradients of hidden states and weights. If an
+        engine (DDP, ZeRO-3) has inserted a node behind the logits, a second tensor makes backward
+        run that node.
+        """
         return inputs_of(self.node)
 
     def run(self) -> tuple[Tensor, ...]:

@@ -229,11 +229,15 @@ class HostChoice:
         )
 
     def host_headroom(self, figures: HostStepFigures) -> float:
-        """Return the bytes of host memory that a micro-batch can take. The bytes that a training
-        engine (DeepSpeed) will allocate are left out, and are stored as the manager's `set_aside`.
+        """Return the bytes of host memory that are left for saved tensors of a new micro-batch. 0
+        if host memory cannot be pinned.
+
+        The method also stores `figures.set_aside` in the manager: the bytes of host memory that a
+        training engine (DeepSpeed) will allocate. The manager's limit on host memory leaves these
+        bytes free. The limit is fixed when the manager first moves tensors.
 
         Args:
-            figures: predictions about steps that move layer inputs.
+            figures: predictions about steps that move layer inputs; only `set_aside` is read.
         """
         self.manager.set_aside = figures.set_aside
         return self.manager.host_room()

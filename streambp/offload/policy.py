@@ -247,16 +247,15 @@ class SavesPolicy:
         free: float,
         staying: tuple[float, Mapping[int, list[Candidate]]],
     ) -> MovingStep | None:
-        """Return the prediction for the micro-batch if saved tensors must move to the host; None if
-        they must stay on the device. [Note: host by seconds]
+        """Return the prediction of the fastest step that moves saved tensors to the host. None
+        unless the step is allowed, fits and spares enough seconds. [Note: host by seconds]
 
         Args:
             sizes: chunk sizes to try, in positions of each row.
             rows: number of rows, and tokens of each row.
             device: the device.
             free: free bytes of the device.
-            staying: seconds and saved tensors of the fastest step that moves nothing; infinity if
-                none fits.
+            staying: seconds and saves of the fastest step that moves nothing; infinity: none fits.
         """
         host, figures = self.host, self.figures
         assert host is not None
@@ -525,7 +524,8 @@ class SavesPolicy:
         self.host.begin_micro_batch(self.moving)
 
     def _begin_moving(self, step: MovingStep, device: torch.device, free: float) -> None:
-        """Begin a micro-batch that moves saved tensors to the host. [Note: host by seconds]
+        """Store the plan of a micro-batch that moves saved tensors to the host, tell `host` which
+        of the tensors move, and start to watch the device's free memory.
 
         Args:
             step: the prediction for the micro-batch.

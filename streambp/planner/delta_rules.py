@@ -113,8 +113,12 @@ class DeltaRuleSizes:
         )
 
     def sum_over_heads(self, x: Tensor) -> Tensor:
-        """Return an empty tensor [B, T, H, K] for the sum of x [B, T, H_v, K] over the value heads
-        that share a key head. The result is x itself if there are as many key heads as value heads.
+        """Allocate the result of the kernel's sum of x over the value heads that share a key head.
+        The sum itself is not computed. Return the empty tensor [B, T, H, K], or x itself if the
+        numbers of key heads and value heads are equal.
+
+        Args:
+            x: [B, T, H_v, K]; the values are not read.
         """
         if self.value_heads == self.heads:
             return x

@@ -134,12 +134,16 @@ def _exchange(shards: Shards, parts: Tensor) -> Tensor:
 
 
 def _collective(names: tuple[str, ...]) -> Callable[..., SimpleNamespace]:
-    """Return a replacement for a collective of torch.distributed that counts bytes and exchanges
-    nothing, for a step with sharded sequences on one rank.
+    """Return a replacement for a collective of torch.distributed, for a counted step on one rank.
+    The replacement exchanges nothing, and adds bytes to `links` of every running `SplitCount`.
+
+    An all-gather of keys and values adds the bytes of the result to the gathered keys. The result
+    then counts as keys of other ranks. A reduce-scatter of the gradients of keys and values adds
+    the bytes that this rank would send to the gradients of keys.
 
     Args:
-        names: names that the collective has in torch's versions; `GATHER` for an all-gather of
-            keys. Any other collective is the sum of key gradients (reduce-scatter).
+        names: names that the collective has in torch's versions. `GATHER` stands for the
+            all-gather, and all other names for the reduce-scatter.
     """
 
     def run(

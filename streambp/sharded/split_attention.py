@@ -398,8 +398,9 @@ class ChunkwiseKeys:
         call.backward_bytes = bytes_of(group.k, group.v)
 
     def forward(self, keep: bool) -> None:
-        """Save K and V for backward, if this call saves them (`ShardedSaves.keeps_kv`). The layer's
-        own code computes attention later, in the second half.
+        """Save K and V for backward, if this call saves them (`ShardedSaves.keeps_kv`). Called once
+        in forward, when the layer's first half has computed K and V of all tokens. Attention is not
+        computed here: the model's code attends in the layer's second half, chunk by chunk.
 
         Args:
             keep: True: the call saves tensors for backward; False: it saves none.
