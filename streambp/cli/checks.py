@@ -70,9 +70,8 @@ def model_name(name: str) -> str:
         return page[1]
     if WEB_ADDRESS.match(name):
         raise ConfigError(
-            f"The model is {short_repr(name)}, which is the web address of no model's page. Pass "
-            "an id on the Hub such as Qwen/Qwen3-8B, or the address of a model's page, such as "
-            "https://huggingface.co/Qwen/Qwen3-8B."
+            f"The model {short_repr(name)} is a web address, but not of a model's page. Pass an id "
+            "on the Hub, or a model's page like https://huggingface.co/Qwen/Qwen3-8B."
         )
     return name
 

@@ -87,7 +87,7 @@ INVALID_VALUES = {
     "verify m --seed 1.5": "--seed is '1.5'", "verify m --left-padding x": "--left-padding is 'x'",
     "verify m --layers 2": "Add --random", "verify m --random --layers 0": "--layers is '0'",
     "verify m --top few": "--top is 'few'", "verify m n": "unexpected extra argument(s) (n)",
-    "verify https://example.com/a": "such as Qwen/Qwen3-8B", "profile": "PATH_OR_ID",
+    "verify https://example.com/a": "like https://huggingface.co/Qwen/Qwen3-8B", "profile": "PATH_OR_ID",
     "profile m --chunk-size 0": "--chunk-size is '0'", "profile m --dtype int4": "one of auto, float32",
     "profile m --saves kv@x": "saves names 'kv@x'", "profile m --html /nowhere/x.html": "Pass another file",
     "profile m --snapshot /nowhere/x.pickle": "--snapshot /nowhere/x.pickle cannot be written",
