@@ -70,8 +70,8 @@ def model_name(name: str) -> str:
         return page[1]
     if WEB_ADDRESS.match(name):
         raise ConfigError(
-            f"The model {short_repr(name)} is a web address, but not of a model's page. Pass an id on "
-            "the Hub, or a model's page like https://huggingface.co/Qwen/Qwen3-8B."
+            f"The model {short_repr(name)} is a web address, but not of a model's page. Pass an id "
+            "on the Hub, or a model's page like https://huggingface.co/Qwen/Qwen3-8B."
         )
     return name
 
