@@ -212,9 +212,12 @@ def _model_eager_function(module: nn.Module) -> Any:
     """Return the eager attention function of the module's modeling file: the one that the module's
     forward names. None if there is none."""
     code = getattr(written_forward(module), "__code__", None)
-    names = () if code is None else code.co_names
-    name = next((name for name in names if name.endswith(EAGER_FORWARD)), EAGER_FORWARD)
-    return getattr(sys.modules[type(module).__module__], name, None)
+    function_name = EAGER_FORWARD
+    for name in getattr(code, "co_names", ()):
+        if name.endswith(EAGER_FORWARD):
+            function_name = name
+            break
+    return getattr(sys.modules[type(module).__module__], function_name, None)
 
 
 def _attend_as_unpatched(

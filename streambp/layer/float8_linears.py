@@ -186,10 +186,14 @@ def float8_linears(layer: nn.Module) -> list[CastOnce]:
     compiled = {id(inner) for module in compiled_submodules(layer) for inner in module.modules()}
     replacements = []
     for forward, modules in linears.items():
-        plain = [module for module in modules if id(module) not in compiled]
+        plain = []
+        for module in modules:
+            if id(module) not in compiled:
+                plain.append(module)
         if plain and _casts_by_name(forward):
             casts = WeightCasts(plain, forward)
-            replacements += [CastOnce(module, casts) for module in plain]
+            for module in plain:
+                replacements.append(CastOnce(module, casts))
     return replacements
 
 

@@ -357,7 +357,9 @@ class BackboneForward(InstanceForward):
                     output = self._run(kwargs)
                 else:
                     output = self._run_watching_draws(kwargs)
-                self._note(_tower_tokens(output) if tokens is None else tokens)
+                if tokens is None:
+                    tokens = _tower_tokens(output)
+                self._note(tokens)
                 return with_absent_cache(output) if cacheless else output
             finally:
                 context.asked_cache = False
@@ -692,4 +694,6 @@ def _tower_tokens(output: Any) -> Tensor | None:
     """Return the last hidden states [B, T, h] in the output of a tower, which gets no tokens; None
     if the output has none, or none with a batch dimension."""
     states = getattr(output, "last_hidden_state", None)
-    return states if isinstance(states, Tensor) and states.dim() == 3 else None
+    if isinstance(states, Tensor) and states.dim() == 3:
+        return states
+    return None

@@ -129,6 +129,9 @@ class Candidate:
     flops_per_byte: float
 
 
+SIZE: Callable[[Candidate], float] = operator.attrgetter("bytes")
+
+
 class LayerCost(NamedTuple):
     """Bytes and FLOPs (`Cost`) of one layer's saved tensors, as predicted or measured for a call of
     `tokens` tokens over all rows, with `length` tokens in each row.
@@ -606,11 +609,16 @@ class StepFigures:
             home: the device of the first layer.
             free: returns the bytes that a device has free; None: unknown.
         """
-        devices = [home, *[cost.device for cost in self.costs.values()]]
-        found = {device: free(device) for device in dict.fromkeys(devices)}
-        if found[home] is None:
+        at_home = free(home)
+        if at_home is None:
             return {}
-        return {device: size for device, size in found.items() if size is not None}
+        free_bytes = {home: at_home}
+        for cost in self.costs.values():
+            if cost.device not in free_bytes:
+                size = free(cost.device)
+                if size is not None:
+                    free_bytes[cost.device] = size
+        return free_bytes
 
     def device(self, index: int) -> torch.device | None:
         """Return the device of layer `index`; None before the layer was counted or measured."""

@@ -191,7 +191,7 @@ def host_limit(
     for limit, usage, stat, cached in _groups(cgroup, _text(membership)):
         limit_text = _text(limit).strip()
         if limit_text.isdigit() and int(limit_text) < UNLIMITED_BYTES:
-            # Cache counts as free, as in MemAvailable: a checkpoint that was just read fills the
+            # Cache counts as free, as in MemAvailable. A checkpoint that was just read fills the
             # cache.
             cache = re.search(rf"^{cached} (\d+)", _text(stat), re.MULTILINE)
             limits.append(

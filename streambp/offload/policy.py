@@ -59,6 +59,7 @@ import torch
 from streambp.chunks import AUTO_RULE, floor_power_of_two, plan_chunks
 from streambp.offload.costs import (
     GRAPH,
+    SIZE,
     BatchSaves,
     Candidate,
     DeviceWatch,
@@ -76,9 +77,8 @@ from streambp.offload.host_choice import HostChoice, MicroBatchShape, MovingStep
 from streambp.offload.link import LinkBudget
 from streambp.offload.placement import Headroom, Placement, choose_placement
 
-IGNORED_FREE_MEMORY_FRACTION = (
-    0.01  # fraction of the initial free memory; smaller deviations are ignored
-)
+# fraction of the initial free memory; smaller deviations are ignored
+IGNORED_FREE_MEMORY_FRACTION = 0.01
 HEADROOM_STEPS_PER_INPUT = 64  # rooms that are told apart, for the bytes of all layers' inputs
 CHUNK_TOKENS = (32768, 16384, 8192, 4096, 2048, 1024)  # over all rows of the batch
 EQUAL_SECONDS_TOLERANCE = 0.002  # seconds with a smaller relative difference count as equal
@@ -386,7 +386,7 @@ class SavesPolicy:
         if graph and not (cost_recorder is None and can_keep_graph()):
             if cost_recorder is None:
                 self._by_name.add(index)
-            planned = sum([candidate.bytes for candidate in candidates])
+            planned = sum(map(SIZE, candidates))
             graph = False
             headrooms = {saved.device: [[math.inf, planned]]}
             candidates = self._fill(headrooms, [index], tokens, length, True, (GRAPH,))[index]
@@ -397,7 +397,7 @@ class SavesPolicy:
         if self.moving is not None:
             watch.expected -= self.moving.placement.staying_bytes(index)
         else:
-            watch.expected -= sum([candidate.bytes for candidate in candidates])
+            watch.expected -= sum(map(SIZE, candidates))
             watch.expected -= cost.held_bytes(tokens, batch.home)
         return (
             () if graph else tuple([candidate.name for candidate in candidates]),
@@ -419,9 +419,9 @@ class SavesPolicy:
         watch = batch.devices[device]
         index = saved.layer_state.index
         free = self._free_now(device)
-        short = 0.0 if free is None else watch.expected - free
-        if short <= watch.slack:
+        if free is None or watch.expected - free <= watch.slack:
             return
+        short = watch.expected - free
         watch.expected -= short
         if watch.shortage is not None and not watch.others_are_seen:
             watch.shortage.shortfall = max(watch.shortage.shortfall, short)
@@ -431,7 +431,7 @@ class SavesPolicy:
             if freed < short:
                 self._drop(device, None, "less memory was free than planned")
             return
-        planned = sum([candidate.bytes for i in later for candidate in batch.plan.get(i, [])])
+        planned = sum([sum(map(SIZE, batch.plan.get(i, ()))) for i in later])
         if short > planned:
             self._drop(device, None, "less memory was free than planned")
         elif planned:
@@ -477,7 +477,7 @@ class SavesPolicy:
             headroom = max([room for _, room in rooms])
             self.latest.headroom += headroom
             planned_by_layer = {
-                index: sum([candidate.bytes for candidate in batch.plan.get(index, [])])
+                index: sum(map(SIZE, batch.plan.get(index, ())))
                 for index, cost in self.figures.costs.items()
                 if cost.device == device
             }

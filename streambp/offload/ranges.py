@@ -144,7 +144,7 @@ class HostRanges:
     def root(self) -> nn.Module:
         """Return the model whose layers' weights are on the host."""
         model = self.home()
-        assert model is not None  # which calls this
+        assert model is not None  # the model calls this method
         return model
 
     @property

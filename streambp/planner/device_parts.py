@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 from torch import nn
@@ -89,15 +89,24 @@ class DevicePart:
         else:
             counted = own = math.inf
             runs_here = self.device == self.layout.head_device
-        inputs = tokens * sum(size for index, size in self.inputs.items() if index <= counted)
+        inputs = 0.0
+        for index, held in self.inputs.items():
+            if index <= counted:
+                inputs += tokens * held
         gradients = share * phase.gradients
         work = max(0.0, size - inputs - gradients) if runs_here else 0.0
-        own_inputs = tokens * sum(self.inputs[index] for index in self.layers if index <= own)
         of_layers = self.layout.layers
-        made = sum(size for index, size in of_layers.items() if index > counted)
-        made += sum(self.layout.head.values())
-        own_made = sum(of_layers[index] for index in self.layers if index > own)
-        own_made += self.layout.head.get(self.device, 0.0)
+        made = sum(self.layout.head.values())
+        for index, layer_gradients in of_layers.items():
+            if index > counted:
+                made += layer_gradients
+        own_inputs = 0.0
+        own_made = self.layout.head.get(self.device, 0.0)
+        for index in self.layers:
+            if index <= own:
+                own_inputs += tokens * self.inputs[index]
+            else:
+                own_made += of_layers[index]
         own_gradients = gradients * (own_made / made if made else 1.0)
         is_forward = kind == "forward" or phase.name == EMBEDDING
         return math.inf if is_forward else own, own_inputs + own_gradients + work
@@ -117,21 +126,30 @@ def find_layout(model: nn.Module, layers: Mapping[int, nn.Module]) -> ModelLayou
         layers: its decoder layers, by index.
     """
     stacks = find_stacks(model).stacks
-    if len(stacks) > 1 or len({device_of(p) for p in model.parameters()}) < 2:
+    if len(stacks) > 1 or len(set(map(device_of, model.parameters()))) < 2:
         return None
     backbone = stacks[0].backbone
-    in_layers = {id(p) for layer in layers.values() for p in layer.parameters()}
+    of_layers: set[int] = set()
+    for layer in layers.values():
+        of_layers.update(map(id, layer.parameters()))
     embedding: nn.Module | None = None
     with contextlib.suppress(NotImplementedError):
         embedding = backbone.get_input_embeddings()
-    heads = [m.get_output_embeddings() for m in model.modules() if isinstance(m, PreTrainedModel)]
-    of_head = [p for head in heads if head is not None for p in head.parameters()]
-    of_embedding = [] if embedding is None else list(embedding.parameters())
-    before_layers = {id(p) for p in of_embedding} - {id(p) for p in of_head}
-    trained = {id(p): p for p in (*of_head, *backbone.parameters()) if p.requires_grad}
+    of_embedding: list[nn.Parameter] = []
+    if embedding is not None:
+        of_embedding.extend(embedding.parameters())
+    of_head: list[nn.Parameter] = []
+    for module in model.modules():
+        output = None
+        if isinstance(module, PreTrainedModel):
+            output = module.get_output_embeddings()
+        if output is not None:
+            of_head.extend(output.parameters())
     head: dict[torch.device, float] = {}
-    for key, p in trained.items():
-        if key not in in_layers and key not in before_layers:
+    left_out = of_layers | set(map(id, of_embedding)).difference(map(id, of_head))
+    for p in (*of_head, *backbone.parameters()):
+        if p.requires_grad and id(p) not in left_out:
+            left_out.add(id(p))
             head[device_of(p)] = head.get(device_of(p), 0.0) + gradient_bytes(p)
     return ModelLayout(
         {index: _trained_bytes(layer.parameters()) for index, layer in layers.items()},
@@ -146,7 +164,7 @@ def device_part(
     layout: ModelLayout,
     costs: Mapping[int, LayerCost],
     factor: float,
-    names: Iterable[str],
+    names: Collection[str],
 ) -> DevicePart | None:
     """Return the part of a step on one device; None if not every layer's bytes and device are
     known, or no layer is on the device.
@@ -158,22 +176,32 @@ def device_part(
         factor: number by which the counted bytes of the step are multiplied.
         names: names of the tensors that all layers save in the counted step.
     """
-    own = tuple(sorted(index for index, cost in costs.items() if cost.device == device))
-    # accelerate's offloading: such weights do not tell where their layer runs
-    elsewhere = any(cost.device.type != device.type for cost in costs.values())
-    if not own or elsewhere or costs.keys() != layout.layers.keys():
+    own = []
+    for index, cost in sorted(costs.items()):
+        if cost.device.type != device.type:
+            # accelerate's offloading: such weights do not tell where their layer runs
+            return None
+        if cost.device == device:
+            own.append(index)
+    if not own or costs.keys() != layout.layers.keys():
         return None
     inputs = {}
     for index, cost in costs.items():
         held = cost.held_bytes(cost.tokens, layout.embedding_device)
-        held += sum(getattr(cost.cost, name) for name in names if name in ("attn_out", "kv"))
+        for name in ("attn_out", "kv"):
+            if name in names:
+                held += getattr(cost.cost, name)
         inputs[index] = held / cost.tokens / factor
-    return DevicePart(device, own, layout, inputs)
+    return DevicePart(device, tuple(own), layout, inputs)
 
 
 def _trained_bytes(parameters: Iterable[nn.Parameter]) -> float:
     """Return the bytes of the gradients of those parameters that are trained."""
-    return sum(gradient_bytes(p) for p in parameters if p.requires_grad)
+    size = 0.0
+    for p in parameters:
+        if p.requires_grad:
+            size += gradient_bytes(p)
+    return size
 
 
 def _device_of_first(parameters: Iterable[nn.Parameter], layer: nn.Module) -> torch.device:
