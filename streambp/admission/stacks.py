@@ -128,8 +128,8 @@ def find_stacks(model: nn.Module, towers: bool = False) -> ModelStacks:
     lists = [
         (module, layers) for module in models for layers in module.children() if _is_stack(layers)
     ]
-    found = [(module, bare_layers(layers)) for module, layers in lists]
-    for module, layers in found or _deeper_stacks(models, set()):
+    children = [(module, bare_layers(layers)) for module, layers in lists]
+    for module, layers in children or _deeper_stacks(models, set()):
         _refuse_unsloth(module, *layers)
         problem = _why_not(module, layers)
         if problem is not None:
@@ -138,7 +138,7 @@ def find_stacks(model: nn.Module, towers: bool = False) -> ModelStacks:
             bidirectional.append(Stack(module, layers))
         else:
             stacks.append(Stack(module, layers))
-    if found:
+    if children:
         inner_ids = {id(inner) for _, layers in lists for inner in layers.modules()}
         for module, layers in _deeper_stacks(models, inner_ids):
             if _reads_ahead(layers) and _why_not(module, layers) is None:
@@ -176,7 +176,7 @@ def _choose_bidirectional(
             streams = _reads_text(stack.backbone)
         if streams:
             chosen.append(stack)
-    alone = not has_causal and not chosen
+    is_only_kind = not has_causal and not chosen
     reasons = []
     for stack in bidirectional:
         if stack in chosen:
@@ -187,7 +187,7 @@ def _choose_bidirectional(
                 f"{name}: its attention is bidirectional (an encoder or a tower); "
                 "StreamConfig(towers=True) streams it"
             )
-        elif alone or any(p.requires_grad for p in stack.backbone.parameters()):
+        elif is_only_kind or any(p.requires_grad for p in stack.backbone.parameters()):
             _refuse_unsloth(stack.backbone, *stack.layers)
             chosen.append(stack)
         else:

@@ -210,8 +210,8 @@ class SavesPolicy:
         sizes that fit into the memory of all devices. If no size fits, return the smallest."""
         figures = self.figures
         self.moving = None
-        known = figures.need is not None and figures.seconds is not None
-        free = figures.free_by_device(device, self.free) if known else {}
+        is_known = figures.need is not None and figures.seconds is not None
+        free = figures.free_by_device(device, self.free) if is_known else {}
         if not free:
             return plan_chunks(length, batch_size, "auto").size
         size = 1
@@ -722,9 +722,9 @@ class SavesPolicy:
     def failed(self, device: torch.device | None = None) -> None:
         """Record that a step ran out of the memory of `device`; None: of any device. Similar steps
         then save at most half of the bytes that were planned for this step."""
-        for each, watch in self._batch.devices.items():
+        for watched_device, watch in self._batch.devices.items():
             shortage = watch.shortage
-            if shortage is not None and device in (None, each):
+            if shortage is not None and device in (None, watched_device):
                 shortage.shortfall = max(shortage.shortfall, shortage.planned / 2)
                 shortage.failed = True
 
@@ -784,8 +784,8 @@ class SavesPolicy:
             and (other_saved.saves or other_saved.keeps_graph or other_saved.moves)
         ]
         freed = [other_saved.drop_saves(is_running=other_saved is saved) for other_saved in waiting]
-        for each, watch in batch.devices.items():
-            if watch.shortage is not None and device in (None, each):
+        for watched_device, watch in batch.devices.items():
+            if watch.shortage is not None and device in (None, watched_device):
                 watch.shortage.saves_dropped = True
         batch.plan = {
             index: candidates

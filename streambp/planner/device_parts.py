@@ -81,35 +81,35 @@ class DevicePart:
         kind, _, number = phase.name.rpartition(" ")
         if number.isdigit():
             counted: float = int(number)
-            own: float = min(self.layers, key=lambda index: abs(index - counted))
+            own_index: float = min(self.layers, key=lambda index: abs(index - counted))
             runs_here = True
         elif phase.name in (EMBEDDING, EMBEDDING_BACKWARD):
-            counted = own = -1
+            counted = own_index = -1
             runs_here = self.device == self.layout.embedding_device
         else:
-            counted = own = math.inf
+            counted = own_index = math.inf
             runs_here = self.device == self.layout.head_device
         inputs = 0.0
-        for index, held in self.inputs.items():
+        for index, layer_inputs in self.inputs.items():
             if index <= counted:
-                inputs += tokens * held
+                inputs += tokens * layer_inputs
         gradients = share * phase.gradients
         work = max(0.0, size - inputs - gradients) if runs_here else 0.0
         of_layers = self.layout.layers
-        made = sum(self.layout.head.values())
+        gradients_made = sum(self.layout.head.values())
         for index, layer_gradients in of_layers.items():
             if index > counted:
-                made += layer_gradients
+                gradients_made += layer_gradients
         own_inputs = 0.0
         own_made = self.layout.head.get(self.device, 0.0)
         for index in self.layers:
-            if index <= own:
+            if index <= own_index:
                 own_inputs += tokens * self.inputs[index]
             else:
                 own_made += of_layers[index]
-        own_gradients = gradients * (own_made / made if made else 1.0)
+        own_gradients = gradients * (own_made / gradients_made if gradients_made else 1.0)
         is_forward = kind == "forward" or phase.name == EMBEDDING
-        return math.inf if is_forward else own, own_inputs + own_gradients + work
+        return math.inf if is_forward else own_index, own_inputs + own_gradients + work
 
 
 def device_of(parameter: nn.Parameter) -> torch.device:
@@ -176,23 +176,23 @@ def device_part(
         factor: number by which the counted bytes of the step are multiplied.
         names: names of the tensors that all layers save in the counted step.
     """
-    own = []
+    own_layers = []
     for index, cost in sorted(costs.items()):
         if cost.device.type != device.type:
             # accelerate's offloading: such weights do not tell where their layer runs
             return None
         if cost.device == device:
-            own.append(index)
-    if not own or costs.keys() != layout.layers.keys():
+            own_layers.append(index)
+    if not own_layers or costs.keys() != layout.layers.keys():
         return None
     inputs = {}
     for index, cost in costs.items():
-        held = cost.held_bytes(cost.tokens, layout.embedding_device)
+        layer_bytes = cost.held_bytes(cost.tokens, layout.embedding_device)
         for name in ("attn_out", "kv"):
             if name in names:
-                held += getattr(cost.cost, name)
-        inputs[index] = held / cost.tokens / factor
-    return DevicePart(device, tuple(own), layout, inputs)
+                layer_bytes += getattr(cost.cost, name)
+        inputs[index] = layer_bytes / cost.tokens / factor
+    return DevicePart(device, tuple(own_layers), layout, inputs)
 
 
 def _trained_bytes(parameters: Iterable[nn.Parameter]) -> float:

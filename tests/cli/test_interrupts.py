@@ -71,10 +71,10 @@ def test_a_launched_program_keeps_its_own_words():
     try:
         assert process.stdout.readline() == "waits\n"
         process.send_signal(signal.SIGINT)
-        _, told = process.communicate(timeout=HANG)
+        _, errors = process.communicate(timeout=HANG)
     finally:
         process.kill()
     assert process.returncode == 130
-    assert told.startswith("Traceback (most recent call last):")
-    assert "\nKeyboardInterrupt\n" in told
-    assert "\ninterrupted\n" not in told
+    assert errors.startswith("Traceback (most recent call last):")
+    assert "\nKeyboardInterrupt\n" in errors
+    assert "\ninterrupted\n" not in errors

@@ -90,8 +90,8 @@ def test_a_full_device_takes_nothing_from_the_other(number, room, expected, devi
     for _ in range(3):
         steps()
     costs = steps.chooser.figures.costs
-    everything = steps.saved()
-    own = range(2) if number == 0 else range(2, LAYERS)
+    unlimited = steps.saved()
+    own_layers = range(2) if number == 0 else range(2, LAYERS)
     try:
         steps.limit(number, room * costs[0].scaled_to(LENGTH).attn_out)
         for _ in range(2):
@@ -100,10 +100,10 @@ def test_a_full_device_takes_nothing_from_the_other(number, room, expected, devi
     finally:
         backend.extension().set_limit(number, backend.LIMIT)
     assert steps.chooser.latest.drop_reason is None
-    assert sum(len(names) for i, names in enumerate(saved) if i in own) < sum(
-        len(everything[i]) for i in own
+    assert sum(len(names) for i, names in enumerate(saved) if i in own_layers) < sum(
+        len(unlimited[i]) for i in own_layers
     )
-    assert all(saved[i] == everything[i] for i in range(LAYERS) if i not in own)
+    assert all(saved[i] == unlimited[i] for i in range(LAYERS) if i not in own_layers)
 
 
 def test_arguments_that_accelerate_copies_are_counted(device):

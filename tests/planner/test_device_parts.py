@@ -60,7 +60,7 @@ def stage(layers, first, last):
 
 
 @pytest.fixture(scope="module")
-def whole():
+def model_parts():
     """A model of six layers: its need, its layers' costs, and its parts."""
     skeleton = skeleton_of(6)
     model = skeleton.model
@@ -68,9 +68,9 @@ def whole():
     return model, costs, method_of(skeleton_of(6))
 
 
-def need_of(whole, split):
+def need_of(model_parts, split):
     """The need of a model whose layers are split like this, and its layers' costs."""
-    model, costs, method = whole
+    model, costs, method = model_parts
     layers = dict(enumerate(model.model.layers))
     devices = [DEVICES[number] for number, count in enumerate(split) for _ in range(count)]
     modules = [
@@ -89,9 +89,9 @@ def need_of(whole, split):
 
 @pytest.mark.fast("2, 4")
 @pytest.mark.parametrize("split", ["2, 4", "3, 3", "2, 1, 3"])
-def test_a_devices_part_is_what_its_layers_alone_would_take(split, whole):
+def test_a_devices_part_is_what_its_layers_alone_would_take(split, model_parts):
     split = [int(count) for count in split.split(",")]
-    need, costs = need_of(whole, split)
+    need, costs = need_of(model_parts, split)
     start = 0
     for number, count in enumerate(split):
         part = need.on_device(DEVICES[number], costs)
@@ -100,14 +100,14 @@ def test_a_devices_part_is_what_its_layers_alone_would_take(split, whole):
             expected = dict(stage(count, *ends).bytes_by_layer(*step))
             actual = dict(part.bytes_by_layer(*step))
             for index, size in expected.items():
-                own = index + start if 0 <= index < math.inf else index
+                own_index = index + start if 0 <= index < math.inf else index
                 # a device without the first layer takes the gradient of its input as well
-                assert size * (1 - 1e-6) <= actual[own] <= 1.06 * size, (number, index, step)
+                assert size * (1 - 1e-6) <= actual[own_index] <= 1.06 * size, (number, index, step)
         start += count
 
 
-def test_one_device_takes_the_whole_step(whole):
-    model, _, _ = whole
+def test_one_device_takes_the_whole_step(model_parts):
+    model, _, _ = model_parts
     assert device_parts.find_layout(model, dict(enumerate(model.model.layers))) is None
 
 

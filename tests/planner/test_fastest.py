@@ -194,12 +194,12 @@ def test_a_step_is_the_plans(length, size, host):
     memory = Memory(size * MILLION, host, 0.0)
     for setting in (Setting(), Setting(weights="cpu"), Setting(gpus=2, zero=3)):
         for profile in (two_speeds(), trained_layers()):
-            whole = plan_profile(profile, length, memory, setting, slow_link())
+            plan = plan_profile(profile, length, memory, setting, slow_link())
             step = planning.plan_step(profile, length, memory, setting, slow_link())
-            rest = ("binds", "levers", "longest", "times", "both_rooms")
-            left_out = {name: getattr(step, name) for name in rest}
-            assert dataclasses.replace(whole, **left_out) == step
-            assert seconds_of(whole) == seconds_of(step)
+            names = ("binds", "levers", "longest", "times", "both_rooms")
+            left_out = {name: getattr(step, name) for name in names}
+            assert dataclasses.replace(plan, **left_out) == step
+            assert seconds_of(plan) == seconds_of(step)
 
 
 def check_four_bits_where_plenty_is_slow(monkeypatch):
