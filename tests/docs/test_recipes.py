@@ -21,7 +21,6 @@ PLANNED = re.compile(r"(?:[\d,]+ tokens|For completions of [\d,]+ tokens): (stre
 # the programs under the plans of a page, in order
 PROGRAMS = {
     "docs/how-to/70b-24gb.md": ("big.py",),
-    "docs/how-to/dpo.md": ("dpo.py",),
     "docs/how-to/fsdp2.md": ("fsdp2.py",),
     "docs/how-to/full-80gb.md": ("full.py",),
     "docs/how-to/grpo.md": ("grpo.py",),
