@@ -36,20 +36,20 @@ WITHOUT_SHOWN_PLAN = {
 
 def unpacked_programs(page_blocks: list[Block]) -> list[str]:
     """Return the programs and commands that ask for long rows and would get single chats."""
-    found = []
+    matches = []
     for block in page_blocks:
         if SHORT_CHATS not in block.text:
             continue
         if block.language == "python" and not packs(block.text):
-            found.append(str(block))
+            matches.append(str(block))
         if block.language == "bash":
-            found += [
+            matches += [
                 command
                 for command in commands(block)
                 if SHORT_CHATS in command
                 and not ("--packing" in command and "--max_length" in command)
             ]
-    return found
+    return matches
 
 
 def packs(program: str) -> bool:
@@ -57,12 +57,12 @@ def packs(program: str) -> bool:
     for node in ast.walk(ast.parse(program)):
         if not isinstance(node, ast.Call):
             continue
-        given = {
+        constants = {
             keyword.arg: keyword.value.value
             for keyword in node.keywords
             if isinstance(keyword.value, ast.Constant)
         }
-        if given.get("max_length", 0) >= LONG and given.get("packing") is not True:
+        if constants.get("max_length", 0) >= LONG and constants.get("packing") is not True:
             return False
     return True
 
@@ -95,7 +95,7 @@ def planned(block: Block) -> dict[str, Any] | None:
 
 def settings_of(tree: ast.AST) -> dict[str, Any]:
     """Return the fields of a `StreamConfig(...)`, or those that a trainer's arguments give it."""
-    found: dict[str, Any] = {}
+    matches: dict[str, Any] = {}
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
             continue
@@ -103,8 +103,8 @@ def settings_of(tree: ast.AST) -> dict[str, Any]:
         start = "" if name == "StreamConfig" else "stream_"
         for keyword in node.keywords:
             if keyword.arg is not None and keyword.arg.startswith(start):
-                found[keyword.arg.removeprefix(start)] = ast.literal_eval(keyword.value)
-    return plain(found)
+                matches[keyword.arg.removeprefix(start)] = ast.literal_eval(keyword.value)
+    return plain(matches)
 
 
 def plain(settings: dict[str, Any]) -> dict[str, Any]:
@@ -128,24 +128,24 @@ def program_settings(block: Block) -> dict[str, Any]:
 
 def pairs(page_blocks: list[Block]) -> list[tuple[Block, Block]]:
     """Return each plan whose settings are shown, with the program or DeepSpeed file under it."""
-    found = []
+    matches = []
     for number, block in enumerate(page_blocks):
         if block.language == "bash" and planned(block) is not None:
-            after = [
+            programs = [
                 block
                 for block in page_blocks[number + 1 :]
                 if block.title and (block.language == "python" or '"streambp"' in block.text)
             ]
-            found.append((block, after[0]))
-    return found
+            matches.append((block, programs[0]))
+    return matches
 
 
 @pytest.mark.parametrize("page", PROGRAMS)
 def test_a_program_has_the_settings_that_its_plan_prints(page):
     """`test_blocks.py` compares what the page shows with a new count of the plan."""
-    found = pairs(blocks(page))
-    assert [program.title for _, program in found] == list(PROGRAMS[page])
-    for plan, program in found:
+    matches = pairs(blocks(page))
+    assert [program.title for _, program in matches] == list(PROGRAMS[page])
+    for plan, program in matches:
         assert program_settings(program) == planned(plan), program
 
 
