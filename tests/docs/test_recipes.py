@@ -21,7 +21,6 @@ PLANNED = re.compile(r"(?:[\d,]+ tokens|For completions of [\d,]+ tokens): (stre
 # the programs under the plans of a page, in order
 PROGRAMS = {
     "docs/how-to/70b-24gb.md": ("big.py",),
-    "docs/how-to/dpo.md": ("dpo.py",),
     "docs/how-to/fsdp2.md": ("fsdp2.py",),
     "docs/how-to/full-80gb.md": ("full.py",),
     "docs/how-to/grpo.md": ("grpo.py",),
@@ -37,20 +36,20 @@ WITHOUT_SHOWN_PLAN = {
 
 def unpacked_programs(page_blocks: list[Block]) -> list[str]:
     """Return the programs and commands that ask for long rows and would get single chats."""
-    programs = []
+    matches = []
     for block in page_blocks:
         if SHORT_CHATS not in block.text:
             continue
         if block.language == "python" and not packs(block.text):
-            programs.append(str(block))
+            matches.append(str(block))
         if block.language == "bash":
-            programs += [
+            matches += [
                 command
                 for command in commands(block)
                 if SHORT_CHATS in command
                 and not ("--packing" in command and "--max_length" in command)
             ]
-    return programs
+    return matches
 
 
 def packs(program: str) -> bool:
@@ -96,7 +95,7 @@ def planned(block: Block) -> dict[str, Any] | None:
 
 def settings_of(tree: ast.AST) -> dict[str, Any]:
     """Return the fields of a `StreamConfig(...)`, or those that a trainer's arguments give it."""
-    settings: dict[str, Any] = {}
+    matches: dict[str, Any] = {}
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
             continue
@@ -104,8 +103,8 @@ def settings_of(tree: ast.AST) -> dict[str, Any]:
         start = "" if name == "StreamConfig" else "stream_"
         for keyword in node.keywords:
             if keyword.arg is not None and keyword.arg.startswith(start):
-                settings[keyword.arg.removeprefix(start)] = ast.literal_eval(keyword.value)
-    return plain(settings)
+                matches[keyword.arg.removeprefix(start)] = ast.literal_eval(keyword.value)
+    return plain(matches)
 
 
 def plain(settings: dict[str, Any]) -> dict[str, Any]:
@@ -129,7 +128,7 @@ def program_settings(block: Block) -> dict[str, Any]:
 
 def pairs(page_blocks: list[Block]) -> list[tuple[Block, Block]]:
     """Return each plan whose settings are shown, with the program or DeepSpeed file under it."""
-    planned_programs = []
+    matches = []
     for number, block in enumerate(page_blocks):
         if block.language == "bash" and planned(block) is not None:
             programs = [
@@ -137,16 +136,16 @@ def pairs(page_blocks: list[Block]) -> list[tuple[Block, Block]]:
                 for block in page_blocks[number + 1 :]
                 if block.title and (block.language == "python" or '"streambp"' in block.text)
             ]
-            planned_programs.append((block, programs[0]))
-    return planned_programs
+            matches.append((block, programs[0]))
+    return matches
 
 
 @pytest.mark.parametrize("page", PROGRAMS)
 def test_a_program_has_the_settings_that_its_plan_prints(page):
     """`test_blocks.py` compares what the page shows with a new count of the plan."""
-    programs = pairs(blocks(page))
-    assert [program.title for _, program in programs] == list(PROGRAMS[page])
-    for plan, program in programs:
+    matches = pairs(blocks(page))
+    assert [program.title for _, program in matches] == list(PROGRAMS[page])
+    for plan, program in matches:
         assert program_settings(program) == planned(plan), program
 
 
