@@ -49,8 +49,6 @@ def ratio(make, seed):
 def test_the_error_is_the_unpatched_models(make, in_halves):
     ratios = [ratio(make, seed) for seed in range(SEEDS)]
     error = statistics.stdev(ratios) / SEEDS**0.5
-    print(
-        f"{make.__name__}: {statistics.mean(ratios):.3f} +- {error:.3f}"
-    )
+    print(f"{make.__name__}: {statistics.mean(ratios):.3f} +- {error:.3f}")
     assert in_halves
     assert statistics.mean(ratios) <= MAX_ERROR_RATIO
