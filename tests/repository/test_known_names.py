@@ -157,7 +157,7 @@ CHECKED_NAMES = {
         "transformers",
         arguments,
     ): "TOKEN_DIMS UNTYPED_CACHES STATE_ARGUMENT PICKED_KEYS_ARGUMENT DISTANCES KEY_ARGUMENTS "
-    "DOCUMENT_IDS DOCUMENT_ENDS",
+    "SEGMENT_ENDS DOCUMENT_IDS DOCUMENT_ENDS",
     ("transformers", modules): "MASKING_MODULE DEPRECATION_MODULE",
     ("transformers", indexers): "INDEXER",
     ("transformers", None): """
