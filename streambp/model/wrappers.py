@@ -357,9 +357,7 @@ class BackboneForward(InstanceForward):
                     output = self._run(kwargs)
                 else:
                     output = self._run_watching_draws(kwargs)
-                if tokens is None:
-                    tokens = _tower_tokens(output)
-                self._note(tokens)
+                self._note(_tokens_of_call(tokens, output))
                 return with_absent_cache(output) if cacheless else output
             finally:
                 context.asked_cache = False
@@ -690,9 +688,16 @@ class BackboneForward(InstanceForward):
         ]
 
 
-def _tower_tokens(output: Any) -> Tensor | None:
-    """Return the last hidden states [B, T, h] in the output of a tower, which gets no tokens; None
-    if the output has none, or none with a batch dimension."""
+def _tokens_of_call(tokens: Any, output: Any) -> Any:
+    """Return the tokens of a backbone's call, for `describe`. A tower gets no tokens; its last
+    hidden states [B, T, h] are returned, or None if they have no batch dimension.
+
+    Args:
+        tokens: input_ids [B, T] or inputs_embeds [B, T, h]; None for a tower.
+        output: the backbone's output.
+    """
+    if tokens is not None:
+        return tokens
     states = getattr(output, "last_hidden_state", None)
     if isinstance(states, Tensor) and states.dim() == 3:
         return states
