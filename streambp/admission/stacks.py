@@ -128,8 +128,8 @@ def find_stacks(model: nn.Module, towers: bool = False) -> ModelStacks:
     lists = [
         (module, layers) for module in models for layers in module.children() if _is_stack(layers)
     ]
-    children = [(module, bare_layers(layers)) for module, layers in lists]
-    for module, layers in children or _deeper_stacks(models, set()):
+    direct_stacks = [(module, bare_layers(layers)) for module, layers in lists]
+    for module, layers in direct_stacks or _deeper_stacks(models, set()):
         _refuse_unsloth(module, *layers)
         problem = _why_not(module, layers)
         if problem is not None:
@@ -138,14 +138,14 @@ def find_stacks(model: nn.Module, towers: bool = False) -> ModelStacks:
             bidirectional.append(Stack(module, layers))
         else:
             stacks.append(Stack(module, layers))
-    if children:
+    if direct_stacks:
         inner_ids = {id(inner) for _, layers in lists for inner in layers.modules()}
         for module, layers in _deeper_stacks(models, inner_ids):
             if _reads_ahead(layers) and _why_not(module, layers) is None:
                 bidirectional.append(Stack(module, layers))
-    streamed, left = _choose_bidirectional(bidirectional, bool(stacks), towers)
-    stacks += streamed
-    reasons += left
+    chosen, why_not_chosen = _choose_bidirectional(bidirectional, bool(stacks), towers)
+    stacks += chosen
+    reasons += why_not_chosen
     if not stacks:
         raise UnsupportedModelError(
             f"{type(model).__name__} cannot be streamed. "
@@ -164,8 +164,8 @@ def _choose_bidirectional(
     Args:
         bidirectional: the stacks whose layers have bidirectional self-attention.
         has_causal: True if the model has a causal stack, too. Bidirectional stacks beside it are
-            encoders and towers, whose sequences are short as a rule. T5's encoder would keep
-            weights of all pairs for its backward, and always runs in chunks.
+            encoders and towers, usually of short sequences. T5's encoder would keep attention
+            weights of all pairs of tokens for its backward, and always runs in chunks.
         towers: True: encoders and towers with trained parameters run in chunks.
     """
     chosen = []

@@ -19,7 +19,9 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")  # names on the
 MAX_ID_LENGTH = 96
 WEB_ADDRESS = re.compile(r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/|\w+://")
 MODEL_PAGE = re.compile(
-    r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/([^/?#]+/[^/?#]+)(?:/tree/main)?/?(?:[?#].*)?"
+    r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/"
+    r"([^/?#]+/[^/?#]+)"  # the model's id
+    r"(?:/tree/main)?/?(?:[?#].*)?"
 )
 OTHER_PAGES = ("datasets", "spaces", "docs", "papers", "blog", "collections", "posts", "learn")
 MAX_STEP_TOKENS = 2**30  # maximal tokens of a step that runs

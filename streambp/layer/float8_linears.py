@@ -107,8 +107,8 @@ class WeightCasts:
         self.casts.clear()
 
     def caches(self, tensor: Tensor) -> bool:
-        """True if a cast of this tensor [...] may be cached. The tensor must be a weight in a slot of
-        the Linears and have a version counter, and the cast must have no graph."""
+        """True if a cast of this tensor [...] may be cached. The tensor must have the memory of one
+        of the Linears' weights and a version counter, and the cast must have no graph."""
         return (
             self.storages is not None
             and type(tensor) in TENSOR_TYPES

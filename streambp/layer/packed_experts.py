@@ -74,9 +74,9 @@ def packed_weights(layer: nn.Module) -> list[ParametrizationList]:
 
 
 def packed_kinds() -> tuple[Any, ...]:
-    """Return the classes of parametrizations that decode a 4-bit weight. The first is streambp's own
-    class, in models on meta or fake tensors whose memory and FLOPs are counted. The second is the
-    class of bitsandbytes, if this library is imported."""
+    """Return the classes of parametrizations that decode a 4-bit weight. The first is streambp's
+    own class, in models on meta or fake tensors whose memory and FLOPs are counted. The second is
+    the class of bitsandbytes, if this library is imported."""
     library = sys.modules.get(PACKED_PARAMETERS)
     kind = getattr(library, "Bnb4bitParametrization", None)
     return (CountedPackedWeight,) if kind is None else (CountedPackedWeight, kind)

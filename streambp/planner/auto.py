@@ -372,7 +372,7 @@ class ModelStates:
         layout = None
         if not moves_weights:
             layers = {layer_state.index: layer_state.layer for layer_state in layer_states}
-            layout = device_parts.find_layout(self.model, layers)
+            layout = device_parts.find_layout(self.model, layers, self.config.towers)
         law = dataclasses.replace(law, share=share, gathered=gathered, layout=layout)
         rates = rates_of_device(device)
         if not law.method.work:

@@ -1,17 +1,17 @@
 """Divide the counted memory of a step among the devices that a model's layers lie on.
 
-[Note: parts of a step] A step is counted once, as if the model were on one device. With accelerate's
-`device_map` its layers lie on several. Each counted phase has three kinds of bytes:
+[Note: parts of a step] A step is counted once, as if the model were on one device. With
+accelerate's `device_map` its layers lie on several. Each counted phase has three kinds of bytes:
 
-    inputs      what each waiting layer holds from its forward to its backward
+    inputs      tensors that each waiting layer holds from its forward to its backward
     gradients   the gradients that the step has made before the phase
-    work        everything else: what one layer's forward or backward takes, or the head's
+    work        everything else: the tensors of one layer's forward or backward, or of the head's
 
 Inputs and gradients are known for each layer, and lie on the layer's device. Work is needed on the
 device that runs the phase. So a device's part of a phase is the inputs and gradients of its own
-layers, and the phase's work if the phase runs there. A phase stands for the layers of one structure:
-on a device without the counted layer, the work is that of the device's nearest layer. The head's
-phases count on the head's device, and the embedding's on the embedding's.
+layers, and the phase's work if the phase runs there. A phase stands for the layers of one
+structure: on a device without the counted layer, the work is that of the device's nearest layer.
+The head's phases count on the head's device, and the embedding's on the embedding's.
 """
 
 from __future__ import annotations
@@ -117,15 +117,18 @@ def device_of(parameter: nn.Parameter) -> torch.device:
     return parameter.device
 
 
-def find_layout(model: nn.Module, layers: Mapping[int, nn.Module]) -> ModelLayout | None:
+def find_layout(
+    model: nn.Module, layers: Mapping[int, nn.Module], towers: bool = False
+) -> ModelLayout | None:
     """Return the devices of a model's parts (`ModelLayout`); None if the model is on one device, or
     has several stacks of layers.
 
     Args:
         model: the model.
         layers: its decoder layers, by index.
+        towers: True if towers run in chunks, too (`StreamConfig.towers`).
     """
-    stacks = find_stacks(model).stacks
+    stacks = find_stacks(model, towers).stacks
     if len(stacks) > 1 or len(set(map(device_of, model.parameters()))) < 2:
         return None
     backbone = stacks[0].backbone

@@ -41,8 +41,9 @@ class StreamArguments:
     stream_offload: str = dataclasses.field(
         default="if_faster",
         metadata={
-            "help": '"cpu" keeps layer inputs and saved tensors in host memory; "auto" also chooses '
-            'stream_gpu_memory; "if_faster" does so where steps are then faster, "none" never.'
+            "help": '"cpu" keeps layer inputs and saved tensors in host memory; "auto" also '
+            'chooses stream_gpu_memory; "if_faster" does so where steps are then faster, '
+            '"none" never.'
         },
     )
     stream_host_memory: str | None = dataclasses.field(
