@@ -11,7 +11,6 @@ from __future__ import annotations
 import ast
 import dataclasses
 import importlib
-import inspect
 import re
 import sys
 import typing
@@ -35,18 +34,6 @@ def pages() -> list[Path]:
     return [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
 
 
-def arguments_of(docstring: str) -> dict[str, str]:
-    """The text of each argument of a docstring's `Args:`, on one line."""
-    part = re.search(
-        r"^Args:\n(.*?)(?:^\S|\Z)", inspect.cleandoc(docstring), re.DOTALL | re.MULTILINE
-    )
-    assert part is not None, docstring
-    matches = re.findall(
-        r"^    (\w[\w, ]*): (.*?)(?=^    \w[\w, ]*: |\Z)", part[1], re.DOTALL | re.MULTILINE
-    )
-    return {name: " ".join(text.split()) for name, text in matches}
-
-
 def cell(text: str) -> str:
     """Text as a table's cell: no bars, no reference to a note in the sources."""
     return re.sub(r"\s*\[Note: [^\]]*\]", "", text).replace("|", "\\|").strip()
@@ -68,8 +55,9 @@ def table(titles: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
 def settings() -> str:
     from streambp.config import StreamConfig
+    from streambp.launch.settings import argument_texts
 
-    descriptions = arguments_of(StreamConfig.__doc__ or "")
+    descriptions = argument_texts(StreamConfig.__doc__ or "")
     rows = [
         (
             f"`{field.name}`",
@@ -87,6 +75,8 @@ def value_text(value: Any) -> str:
 
 def trainer_fields() -> str:
     """`Stream*Config`'s own fields, read as text: TRL need not be installed."""
+    from streambp.launch.settings import argument_texts
+
     folder = ROOT / "streambp" / "integrations" / "trl"
     rows = []
     for module, name in [
@@ -98,7 +88,7 @@ def trainer_fields() -> str:
             node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name
         )
         descriptions = (
-            arguments_of(ast.get_docstring(class_node) or "")
+            argument_texts(ast.get_docstring(class_node) or "")
             if "Args:" in (ast.get_docstring(class_node) or "")
             else {}
         )

@@ -52,8 +52,8 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """List the names that `dir(streambp)` and completion in a notebook show, before their import
-    too."""
+    """List the names that `dir(streambp)` and completion in a notebook show, including names that
+    are not imported yet."""
     return sorted({*globals(), *__all__, "head", "integrations", "losses", "planner", "verify"})
 
 

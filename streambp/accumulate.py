@@ -151,11 +151,13 @@ class GradientSum:
         """Add the gradients of one chunk, in the parameters' shapes [...], to the sums. [Note: once
         for each chunk]
 
-        A single gradient is stored without a copy. Otherwise the first gradient is copied and
-        removed from the list, so that the same list can be added again after running out of memory.
+        If there is only one chunk, its gradients are stored without copies. Otherwise a parameter's
+        first gradient is copied to start the sum, and its entry in `gradients` becomes None. After
+        running out of memory, the same list can then be added again, without adding that gradient
+        twice.
 
         Args:
-            gradients: one for each parameter; None: no gradient.
+            gradients: one for each parameter; None: no gradient. Entries may become None.
         """
         totals = []
         parts = []

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import typer
@@ -31,6 +31,7 @@ def amount_parser(
 
     Args:
         parse_number: function of (field name, text) that returns the number, or raises ConfigError.
+            The field name, which is for the error's message, is "" here.
         longest: True if the text "max" is accepted too, and returned as text.
     """
 
@@ -78,13 +79,21 @@ def number_parser(
     return parse
 
 
-def choice_option(*names: Any) -> dict[str, Any]:
+def choice_option(*names: Any, aliases: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Return keyword arguments for typer's `Option`, for an option whose value must be one of
-    `names`. The parsed value is the member of `names`, of any type, whose text was given."""
+    `names`. The parsed value is the member of `names`, of any type, whose text was given.
+
+    Args:
+        names: the allowed values.
+        aliases: other texts for members of `names`; None: there are none.
+    """
 
     def parse(text: Any) -> Any:
+        member = str(text)
+        if aliases is not None:
+            member = aliases.get(member, member)
         for name in names:
-            if str(text) == str(name):
+            if member == str(name):
                 return name
         raise typer.BadParameter(
             f"is {short_repr(text)}; it must be one of {', '.join(map(str, names))}"
@@ -95,6 +104,28 @@ def choice_option(*names: Any) -> dict[str, Any]:
         "metavar": "|".join(map(str, names)),
         "autocompletion": lambda: list(map(str, names)),
     }
+
+
+def hide_flag_types(command: Any) -> None:
+    """Leave the type of flags out of the help pages of a command and of its subcommands. A flag
+    takes no value, but a type in the help page would ask for a value.
+
+    Args:
+        command: typer's command, which is changed.
+    """
+    get_parameters = command.get_params
+
+    def get_params(context: Any) -> list[Any]:
+        """Return the command's parameters, with an empty placeholder for the value of each flag."""
+        parameters: list[Any] = get_parameters(context)
+        for parameter in parameters:
+            if getattr(parameter, "is_flag", False):
+                parameter.metavar = ""
+        return parameters
+
+    command.get_params = get_params  # get_params also adds the flag --help
+    for subcommand in getattr(command, "commands", {}).values():
+        hide_flag_types(subcommand)
 
 
 def parse_command_line(app: typer.Typer, words: Sequence[str], program: str) -> Any:
@@ -111,8 +142,11 @@ def parse_command_line(app: typer.Typer, words: Sequence[str], program: str) -> 
         ConfigError: the line is wrong. The error's text begins with the command.
     """
     command = get_command(app)
+    hide_flag_types(command)
     try:
         return command.main(args=list(words), prog_name=program, standalone_mode=False)
+    except typer.Abort:  # typer replaces KeyboardInterrupt by Abort
+        raise KeyboardInterrupt from None
     except ClickException as error:  # type: ignore[misc]  # it is looked up
         context = getattr(error, "ctx", None)
         path = program if context is None else context.command_path

@@ -12,13 +12,14 @@ from torch import Tensor
 
 class ChunkCache:
     """Object passed to a layer in place of its KV cache, while the layer computes one chunk of a
-    sequence.
+    sequence. The object has the methods of transformers' `Cache` that layers call, and tells the
+    layer how many tokens precede the chunk.
 
     Args:
         start: the chunk's first position, which is the number of earlier tokens.
-        read: function from the chunk's keys and values to those of all tokens up to the chunk's
-            end, for layers that attend over the result of `update`. None: `update` returns its
-            arguments.
+        read: function (k, v) -> (K, V) for a layer that attends over the result of `update`. The
+            function gets the chunk's keys and values. The function returns those of all tokens that
+            the chunk reads, usually up to the chunk's end. None: `update` returns its arguments.
     """
 
     def __init__(

@@ -62,7 +62,8 @@ def is_cache(value: Any) -> bool:
 
 
 def without_caches(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a call's keyword arguments with None in place of each cache."""
+    """Return a call's keyword arguments with None in place of each cache, for a run of a layer on
+    all tokens at once. The run needs no cache, and must not add keys to one."""
     return {name: None if is_cache(value) else value for name, value in kwargs.items()}
 
 
@@ -148,7 +149,8 @@ def names_a_cache(annotation: Any, names: Mapping[str, Any]) -> bool:
 
 
 def _is_mapping(annotation: Any) -> bool:
-    """True if an annotation names a dictionary."""
+    """True if a parameter's annotation names a dictionary. Methods of a dictionary may have the
+    names of a cache's methods, such as `update`, so the parameter does not count as a cache."""
     return any(word in MAPPING_CLASSES for word in re.findall(r"[A-Za-z_]\w*", str(annotation)))
 
 
@@ -165,8 +167,8 @@ def _called_as_caches(code: CodeType) -> frozenset[str]:
 
 
 def _assignments(code: CodeType) -> dict[str, set[str]]:
-    """Return a dict from a variable's name to the names of the variables that a function assigns to
-    it unchanged."""
+    """Return the assignments `a = b` in a function's bytecode, as a dict from each variable `a` to
+    the set of variables `b` assigned to `a`. Both names then refer to the same object."""
     sources: dict[str, set[str]] = {}
     source: Any = None
     for step in dis.get_instructions(code):

@@ -59,7 +59,7 @@ class Barrier:
     [start, stop) ends at `stop`, the position behind its last token.
 
     A query before such an end would read a key behind the end, or the next chunk would begin with
-    the last token of a document.
+    the last token of a document. Kernels of recurrent states have no backward for a single token.
 
     Attributes:
         first: the first forbidden end.
@@ -144,8 +144,14 @@ class ChunkPlan:
 
     @functools.cached_property
     def successors(self) -> dict[int, tuple[int, int]]:
-        """Return a dict from a chunk's index to the indices (first, last) of the chunks that
-        continue from this chunk. A chunk is left out if no other chunk continues from it."""
+        """Return a dict from a chunk's index to the smallest and largest index of the chunks that
+        continue from this chunk.
+
+        A chunk continues from the chunk with the preceding tokens of its sequence: recurrent states
+        at the end of one are the start states of the other. Each chunk continues from the previous
+        chunk, unless `forks` names another. Several chunks may continue from the end of a shared
+        prefix. A chunk has no entry if no chunk continues from this chunk.
+        """
         ranges: dict[int, tuple[int, int]] = {}
         for index, predecessor in enumerate(self.predecessors):
             if predecessor is not None:

@@ -97,6 +97,9 @@ class StreamConfig:
             stay on the device. Gradients of layers that train all weights are moved to the host.
             "auto": frozen weights of the first layers live in host memory. The first forward
             decides how many layers the device has no room for during a step.
+        towers: compute trained vision and audio towers, and encoders before a decoder, in chunks
+            as well: for long videos, large images and hours of audio. False: they stay as they are.
+            Micro-batches of a model with such a tower do not run unpatched.
 
     Raises:
         ConfigError: a value is not among those named above.
@@ -119,6 +122,7 @@ class StreamConfig:
     compare_backward: bool = True
     share_prefixes: bool | None = None
     weights: Literal["device", "cpu", "auto"] = "device"
+    towers: bool = False
 
     @property
     def always_moves(self) -> bool:
@@ -133,15 +137,15 @@ class StreamConfig:
 
     @property
     def products(self) -> tuple[str, ...]:
-        """Return the names in `saves` that are globs for Linear modules, such as "mlp.*", without a
-        suffix like "@12"."""
+        """Return the names in `saves` that name Linear modules, such as "mlp.gate_proj" or the glob
+        "mlp.*". A suffix "@n", by which only the last n layers save, is removed."""
         names = (name.partition(LAST_LAYERS_SEPARATOR)[0] for name in self.named_saves)
         return tuple(name for name in names if name not in SAVES)
 
     @functools.cached_property
     def named_saves(self) -> tuple[str, ...]:
-        """Return the names in `saves` as given ("attn_out@12", for example); () if `saves` is
-        "auto"."""
+        """Return the names in `saves` as given, with a suffix such as "@12" (the last 12 layers
+        alone); () if `saves` is "auto"."""
         return () if self.saves == "auto" else tuple(self.saves)
 
     def of_layer(self, left: int) -> StreamConfig:

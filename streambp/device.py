@@ -214,7 +214,8 @@ def is_kernel_error(error: BaseException, device: torch.device) -> bool:
 
 def passes_kernel_module(error: BaseException) -> bool:
     """True if the error's traceback passes through a module of `KERNEL_MODULES`: streambp's module
-    of attention kernels, or Triton's modules."""
+    of attention kernels, or Triton's modules. `is_kernel_error` then returns True, except on a CPU.
+    """
     modules = (
         frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)
     )

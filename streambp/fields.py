@@ -99,6 +99,9 @@ def short_repr(value: Any) -> str:
     return text if len(text) <= MAX_REPR_CHARACTERS else f"{text[:MAX_REPR_CHARACTERS]}..."
 
 
+DTYPE_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # names of dtypes
+
+
 BYTE_UNITS = {
     "": 1,
     "B": 1,
@@ -170,10 +173,11 @@ def parse_bytes(field: str, value: int | str) -> int:
         or not 1 <= number <= MAX_NUMBER
     ):
         units = ", ".join(unit for unit in BYTE_UNITS if unit)
+        with_unit = 'a positive number and a unit, such as "96GiB"'
+        if not isinstance(value, str):
+            with_unit = f"a positive whole number of bytes, or text of {with_unit}"
         raise ConfigError(
-            f"{field} is {short_repr(value)}; it must be a positive number of bytes, or text of a "
-            "number and a unit, such as "
-            f'"96GiB". The units are {units}; a number without one is bytes.'
+            f"{field} is {short_repr(value)}; it must be {with_unit}. The units are {units}."
         )
     if match is not None and not unit and number < MIN_BYTES_WITHOUT_UNIT:
         raise ConfigError(

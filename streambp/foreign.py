@@ -64,8 +64,9 @@ def foreign_forward(
     of a module's forward; None if the module runs its own forward.
 
     Args:
-        module_class: the module's class. A user's subclass of a transformers model is not another
-            library: all modules that define one of its bases count as its own.
+        module_class: the module's class. The Python modules in which the class and its bases are
+            defined do not count as another library. Thus a user's subclass of a transformers model
+            runs its own forward.
         forward: the forward on the instance; None: the class's forward runs.
     """
     bases = module_class.__mro__
@@ -202,7 +203,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def compiled_submodules(module: nn.Module) -> list[nn.Module]:
-    """Return the compiled modules inside a module."""
+    """Return the compiled modules inside a module, without the module itself."""
     return [inner for inner in module.modules() if inner is not module and is_compiled(inner)]
 
 
@@ -349,10 +350,11 @@ def torch_function_of(func: Any) -> Any:
 
 
 def rule_name(func: Any) -> str:
-    """Return the name of a torch function, by which its rule for lazy tensors is found. A lazy
-    tensor is computed when it is read.
+    """Return the name by which the rule of a torch function is looked up. A rule computes the
+    function's result for a lazy tensor (one whose values are computed on use) without the complete
+    tensor.
 
-    Other functions, such as custom operators, get a name for which no rule exists.
+    The name has no rule if the function is not torch's own, such as a custom operator.
     """
     if isinstance(func, C_FUNCTION_TYPES) or any(
         getattr(func, "__globals__", None) is vars(home) for home in TORCH_MODULES

@@ -62,7 +62,8 @@ class ModelAccess(contextlib.AbstractContextManager["ModelAccess"]):
     Attributes:
         owner: the lock of the model.
         thread: identifier of the thread.
-        task: number of autograd's backward in which the object was created; -1: in no backward.
+        task: autograd's id of the backward (graph task) in which the object was created; -1: the
+            object was not created in a backward.
         depth: number of nested uses that have not ended.
     """
 
@@ -83,8 +84,8 @@ class StepOwner:
     Attributes:
         lock: protects `current`; re-entrant, because a signal handler may acquire `lock` too.
         current: weak reference to the `ModelAccess` that was created last; None: none was created.
-            The model is in use while the object exists and its `depth` is above 0. An access that
-            an exception left open ends when its frames are freed.
+            The model is in use while the object exists and its `depth` is above 0. If an exception
+            left `depth` above 0, the use ends when the exception's frames free the object.
     """
 
     lock: Any = dataclasses.field(default_factory=threading.RLock)
@@ -187,7 +188,8 @@ def forwards(module: nn.Module) -> Iterator[Any]:
 
 
 def has_backward_hooks(module: nn.Module) -> bool:
-    """True if the module has backward hooks, or global backward hooks exist."""
+    """True if the module has backward hooks, or global backward hooks exist. Torch then wraps the
+    module's call in an autograd Function, which needs real tensors and not lazy ones."""
     everywhere = torch.nn.modules.module
     hooks = (
         module._backward_hooks,
@@ -199,7 +201,8 @@ def has_backward_hooks(module: nn.Module) -> bool:
 
 
 def is_fsdp_unit(module: nn.Module) -> bool:
-    """True if `fully_shard` was applied to the module itself."""
+    """True if `fully_shard` (FSDP2) was applied to the module itself, and not only to a module
+    around or inside the module."""
     return FSDP_UNIT in map(operator.attrgetter("__name__"), type(module).__mro__)
 
 
@@ -232,8 +235,8 @@ def reduce_unpatched(module: nn.Module, protocol: Any) -> Any:
 
 
 def unmark(module: nn.Module) -> None:
-    """Remove the `__reduce_ex__` that the patch has set on a module, once nothing else of a patch
-    is left on the module."""
+    """Remove the `__reduce_ex__` that `patch` has set on a module. Do nothing while the module
+    still has a replaced forward or is the root of a patched model."""
     if WRAPPERS_ATTRIBUTE not in module.__dict__ and PATCH_ATTRIBUTE not in module.__dict__:
         module.__dict__.pop(REDUCE_METHOD, None)
 
@@ -247,9 +250,10 @@ class InstanceForward:
     Attributes:
         module: the module.
         slot: name of the replaced attribute, usually "forward".
-        replaced_forward: the forward that was set on the instance before; None: the class's forward.
-        unwrapped: the forward that accelerate's mixed precision wraps in `replaced_forward`; None: `replaced_forward` is
-            no such wrapper.
+        replaced_forward: the forward that was set on the instance before; None: the class's
+            forward.
+        unwrapped: the forward inside of `replaced_forward`, if `replaced_forward` is the wrapper of
+            accelerate's mixed precision; None: it is no such wrapper.
         order: this object's position among all replacements in the same patched model.
         retired: True if `remove` was called while another library's wrapper, such as accelerate's
             mixed precision, was around this forward. This object then stays inside of the wrapper

@@ -67,6 +67,7 @@ NOISY_EMBEDDINGS = "neftune_noise_alpha"
 # pair
 DISTANCES = "relative_distance"
 KEY_ARGUMENTS = ("alibi", DISTANCES)  # BLOOM, Inkling 2: arguments whose last dimension is the keys
+SEGMENT_ENDS = "cu_seqlens"  # [segments + 1], where images and frames end in a tower's one row
 DOCUMENT_IDS = "seq_idx"  # [B, T], the document of each token, for convolutions and Mamba 2's scan
 DOCUMENT_ENDS = (
     "cu_seq_lens_q"  # [documents + 1], where documents end, for FlashAttention and delta rules
@@ -380,6 +381,9 @@ STATISTICS_8BIT = "SCB"  # attribute of an 8-bit weight, which passes it to its 
 
 TORCHAO = "torchao"
 FLOAT8_LINEAR = "Float8Linear"  # class name of a Linear that trains in float8
+FLOAT8_PRODUCT = "matmul_with_hp_or_float8_args"  # autograd Function of its forward
+FLOAT8_CAST = "hp_tensor_to_float8_dynamic"  # function that casts an operand of a product
+FLOAT8_ROLE = "gemm_input_role"  # argument of the cast: which operand it is
 POWERS_OF_TWO = "round_scales_to_power_of_2"  # field of its config
 # Fields of its config: how activations and their gradients are cast, in products over features and
 # in the product over tokens.

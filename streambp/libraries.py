@@ -40,8 +40,8 @@ def require_library(library: str) -> Iterator[None]:
     Raises:
         MissingLibraryError: the library is not installed; the message has the command that installs
             it.
-        ConflictingDistributionError: another distribution has written files into the package's
-            folder.
+        ConflictingDistributionError: another distribution has written files into the folder of
+            streambp, the package of this project.
     """
     refuse_other_distribution()
     try:
@@ -85,13 +85,13 @@ def warn_of_untested(*libraries: str) -> None:
 
 def refuse_other_distribution() -> None:
     """Raise ConflictingDistributionError if another distribution has installed files into the
-    package's folder.
+    folder of this package, streambp.
 
     pip lets two distributions install into the same folder. Files that both contain are replaced by
     those of the distribution installed last, so the package becomes a mixture.
 
     Raises:
-        ConflictingDistributionError: another distribution has installed this file, too.
+        ConflictingDistributionError: another distribution has installed `streambp/__init__.py`.
     """
     init = Path(__file__).resolve().with_name("__init__.py")
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):

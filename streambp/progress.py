@@ -24,7 +24,7 @@ def progress_line(doing: str) -> Iterator[None]:
     Nothing is shown without a terminal, or on a rank other than 0. A failed write is ignored.
 
     Args:
-        doing: what the program is doing, without the package's name.
+        doing: text about the present work of the program, without the package's name.
     """
     shows = False
     with contextlib.suppress(Exception):  # standard error may be None, closed or replaced

@@ -38,9 +38,9 @@ def undecorate(decorated: Any) -> Any:
 
 def with_globals(space: dict[str, Any], decorated: Any) -> FunctionType:
     """Return a copy of a class's forward whose code looks up its global variables in `space`.
-    Decorators of the forward keep their globals.
 
-    Decorators made with `functools.wraps` surround the copy as well; some rename arguments.
+    Decorators made with `functools.wraps` surround the copy as well, because some rename arguments,
+    and keep their own global variables. Other decorators are removed, as by `undecorate`.
 
     Args:
         space: the global variables.

@@ -123,6 +123,20 @@ class TensorSlot:
     number: int
 
 
+def memory_state(tensor: Tensor | None) -> tuple[Any, ...]:
+    """Return values that change if a tensor [...] gets other memory or is written to in place; ()
+    for None. A result that was computed from the tensor may be cached until the values change. The
+    last value is the version counter, None for an inference tensor. A parameter and a detached
+    alias of the parameter have the same values."""
+    if tensor is None:
+        return ()
+    version = None
+    if not tensor.is_inference():
+        version = tensor._version
+    storage = tensor.untyped_storage()._cdata
+    return storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, version
+
+
 def rebuild(value: Any, change: Callable[[Any], Any]) -> Any:
     """Return a copy of nested lists, tuples and dicts in which each tensor and each `TensorSlot`
     placeholder is replaced by change(tensor) or change(slot)."""

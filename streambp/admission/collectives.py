@@ -21,7 +21,7 @@ from streambp.known_names import COLLECTIVES
 
 class CollectiveGuard(TorchDispatchMode):
     """Torch dispatch mode for a layer's test that raises before a collective of torch.distributed
-    runs.
+    runs. Each chunk would run the collective, and ranks with fewer chunks would not take part.
 
     Attributes:
         layer: the decoder layer that is tested.
@@ -56,7 +56,7 @@ class CollectiveGuard(TorchDispatchMode):
 @contextlib.contextmanager
 def forbid_collectives(layer: nn.Module) -> Iterator[None]:
     """Context manager for a test run of a layer, in which collectives raise if there are several
-    ranks.
+    ranks. Each chunk would run the collective, and ranks with fewer chunks would not take part.
 
     Raises:
         UnsupportedModelError: the layer called a collective.

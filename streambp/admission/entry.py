@@ -228,8 +228,8 @@ def _test_call(call: LayerCall, rows: PackedRows | None) -> LayerCall | CallRepo
 
 
 def _refuse_inseparable_documents(layer_state: LayerState, rows: PackedRows) -> None:
-    """Raise if a layer would carry recurrent states from one packed document to the next.
-    [Note: segments]
+    """Raise if a layer would carry recurrent states from one packed document to the next. Other
+    layers contain modules that can be called for one document at a time. [Note: segments]
 
     Args:
         layer_state: the decoder layer, with its settings and test results.

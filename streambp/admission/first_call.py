@@ -25,8 +25,9 @@ def find_values_set_once(call: LayerCall, x: Tensor, state: StateRestorer) -> li
     there are none. An example is a scale computed from the first batch. Chunks would compute the
     value from the first chunk, so the caller runs the layer unchunked.
 
-    If the layer has changed a stored value in the test so far, the layer runs again. The further
-    runs get the same tokens, and fewer tokens with larger values.
+    If a stored value has changed since the start of the test, the layer runs again: on the same
+    tokens, and on fewer tokens with larger values. Values that change again are left out of the
+    result, and constants, which do not depend on the tokens, too.
 
     Args:
         call: the layer's call on one batch, with its arguments and chunks.

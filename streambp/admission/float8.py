@@ -16,14 +16,13 @@ from typing import Any
 
 from torch import nn
 
-from streambp.foreign import package_of
 from streambp.known_names import (
     FLOAT8_CASTS,
     FLOAT8_CASTS_FOR_WEIGHTS,
     FLOAT8_LINEAR,
     POWERS_OF_TWO,
-    TORCHAO,
 )
+from streambp.layer.float8_linears import is_float8
 
 AXISWISE, DISABLED = "axiswise", "disabled"  # values of torchao's enumerations
 
@@ -46,20 +45,11 @@ def why_scaled(module: nn.Module) -> str | None:
     )
 
 
-def _is_float8(module: nn.Module) -> bool:
-    """True if the module is an instance of torchao's `Float8Linear`, a Linear for training in
-    float8, or of a subclass."""
-    return any(
-        base.__name__ == FLOAT8_LINEAR and package_of(base) == TORCHAO
-        for base in type(module).__mro__
-    )
-
-
 def _scales_over_tokens(module: nn.Module) -> bool:
     """True if the module is a float8 Linear with a scale that depends on several tokens and is not
     rounded to a power of two. Also true if the Linear's configuration lacks the expected fields, as
     in another torchao release."""
-    if not _is_float8(module):
+    if not is_float8(module):
         return False
     config = getattr(module, "config", None)
     if getattr(config, POWERS_OF_TWO, False):

@@ -120,7 +120,7 @@ def extend_kind(
 ) -> CallKind:
     """Return `kind`, the key of the layer's test results, with an added entry for values that
     third-party code inside the layer stores. The layer is therefore tested again after a changed
-    flag or string, and for a call with the length of a stored tensor.
+    flag or string, and for a call whose number of tokens is a size of a stored tensor.
 
     `kind` is returned unchanged if no third-party code runs inside.
 
@@ -151,9 +151,9 @@ def extend_kind(
 
 def _flag(path: str, value: Any) -> list[tuple[str, Any]]:
     """Return the part of a stored value that belongs to the key of test results. The layer is
-    tested again if this part changes. The part is a flag itself, True for a number other than 0, or
-    a string without its digits. A container's length is replaced by a constant, so that only the
-    container's existence counts.
+    tested again if this part changes. The part of a flag is the flag, of a number `value != 0`, and
+    of a string the string without digits. The part of a container's length is a constant, so that
+    only the container's existence counts.
 
     Args:
         path: the value's path from the third-party code that stores it.
@@ -213,8 +213,13 @@ def recomputation_context(
 
 
 def restore_after(find: Callable[..., T]) -> Callable[..., T]:
-    """Wrap `find`, a function that tests a layer and takes a `LayerCall` as first argument. Values
-    that third-party code in the layer stores during the function's run are removed afterwards."""
+    """Wrap a function that runs a layer on random tokens, so that the run leaves no trace. During
+    the run, third-party code in the layer may store values in attributes, lists, closures or
+    tensors. When the function ends, all of these places get back their earlier contents.
+
+    Args:
+        find: function of a `LayerCall` and further arguments, such as `unread_products`.
+    """
 
     def find_and_restore(call: LayerCall, *args: Any) -> T:
         with restore_stored_values(call):
@@ -225,11 +230,12 @@ def restore_after(find: Callable[..., T]) -> Callable[..., T]:
 
 def refuse_chunk_values(forward: Callable[[LayerCall, bool], T]) -> Callable[[LayerCall, bool], T]:
     """Wrap `forward`, the function that runs a layer in chunks. The wrapper raises StreamBPError if
-    third-party code stored a tensor with one entry for each token of a chunk.
+    third-party code stored a tensor with one entry for each token of a chunk. Unchunked, the tensor
+    would have one entry for each token of the sequence.
 
-    The layer's test could not detect such code. Examples are a hook registered after `warm_up`,
-    code for longer sequences only, and code behind a flag that the layer's snapshots do not
-    contain.
+    The layer's earlier test on random tokens may miss such code. Examples are a hook registered
+    after `warm_up`, code for longer sequences only, and code behind a flag that the layer's
+    snapshots do not contain.
 
     Args:
         forward: function of a call and a flag, True if tensors must be saved for backward.
@@ -320,8 +326,8 @@ def why_kept(call: LayerCall) -> tuple[str | None, Exception | None]:
     """Test on random tokens if the values that third-party code in a layer stores are the same in
     chunks and unchunked. [Note: kept values]
 
-    The test runs once for each kind of call, and may change `call.arguments.kind`, the key of test
-    results.
+    The test runs once for each kind of call: form of arguments, and structure of the layer. The
+    test may change the kind (`call.arguments.kind`), which is the key of test results.
 
     Returns:
         A pair: the reason, as text for `streambp.describe`, to run the layer unchunked, and the
@@ -422,9 +428,10 @@ def _why_kept(call: LayerCall, x: Tensor, roots: Roots, state: StateRestorer) ->
 
 
 def _why_kept_before(layer_state: LayerState, roots: Roots) -> str | None:
-    """Return the reason, as text for `streambp.describe`, to run calls of a new kind unchunked. The
-    reason is that third-party code stored values in calls of another kind, and these values
-    differed in chunks. None if no such value is reachable.
+    """Return the reason, as text for `streambp.describe`, to run calls of a new kind unchunked. A
+    kind is the form of a call's arguments, and the layer's structure. The reason is that
+    third-party code stored values in calls of another kind, and these values differed in chunks.
+    None if no such value is reachable.
 
     Code may store a value in some calls alone: every tenth, or where a maximum grows. Calls of a
     new kind may do so later, even if their own test stored nothing.
@@ -484,7 +491,7 @@ class _StoredValuesTrial:
         The earlier values are restored afterwards.
 
         Args:
-            run: the method that runs the layer: `run_unchunked`, `run_in_one_chunk` or
+            run: the method that runs the layer: `run_unchunked`, `run_twice`, `run_in_one_chunk` or
                 `run_in_chunks`.
         """
         named_arguments, length = self.call.arguments.by_name, self.x.shape[-2]
@@ -528,7 +535,8 @@ class _StoredValuesTrial:
 
     def run_twice(self, shadows: list[Tensor]) -> None:
         """Run the layer as in `run_unchunked`, and again on tokens that are `TOKEN_SCALE` times
-        larger. The second run shows values that later calls change too.
+        larger. Stored values that then differ from those of `run_unchunked` are changed by later
+        calls too, and not by the first call alone.
 
         Args:
             shadows: tensors that replace the layer's trainable parameters during the test, with
@@ -543,11 +551,12 @@ class _StoredValuesTrial:
             self.x = x
 
     def run_in_one_chunk(self, _: list[Tensor]) -> None:
-        """Run the layer once, unchunked, but with streambp's attention, to find stored values that
-        depend on the model's own attention, such as attention weights.
+        """Run the layer once, unchunked, with streambp's attention in place of the model's own.
+        A value that then differs from its value in `run_unchunked`, such as attention weights,
+        depends on the model's own attention.
 
         Args:
-            _: not used.
+            _: the argument `shadows` of `run_unchunked`; not used here.
         """
         stage = Stage.RECOMPUTE if self.graph else Stage.FORWARD
         self._run(stage, [Chunk(0, 0, self.x.shape[-2])], lambda _: None)
@@ -557,7 +566,7 @@ class _StoredValuesTrial:
         backward.
 
         Args:
-            _: not used.
+            _: the argument `shadows` of `run_unchunked`; not used here.
         """
         length = self.x.shape[-2]
         plan = ChunkPlan(length, min(TRIAL_CHUNK_SIZE, -(-length // 2)))
@@ -702,8 +711,9 @@ def _disable_dropout(call: LayerCall) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _training_grad_mode(call: LayerCall) -> Iterator[None]:
-    """Context manager for a test in which grad mode is on as in a training step, but no graph is
-    built: the layer's parameters are detached. Stored values are removed afterwards."""
+    """Context manager for a test run of a layer on the call's full length. Grad mode stays on if
+    the call has it on. The layer's parameters are then detached, so that the run builds no graph.
+    Values that third-party code stores in the run are removed afterwards."""
     parameters = Parameters(
         call.layer_state.layer, call.device, call.layer_state.cached_result(slots_of)
     )

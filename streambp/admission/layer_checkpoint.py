@@ -233,8 +233,9 @@ class CheckpointedForward:
         return result
 
     def _record_or_compare(self, layer_arguments: Any, result: Any, in_backward: bool) -> None:
-        """Record the layer's output in forward; in the recomputation, compare the output with the
-        record. [Note: witness]
+        """Record a weighted sum of the output's rows in forward; in the recomputation, compare the
+        sum with the record. A difference raises later, when `Witnesses.submit` evaluates all
+        comparisons. [Note: witness]
 
         Args:
             layer_arguments: pair of the layer's positional and keyword arguments.

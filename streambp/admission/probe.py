@@ -177,7 +177,8 @@ class ProbeResult(NamedTuple):
             are then not tested. False: the result holds for this call alone, and the next call is
             tested again.
         may_change: True if the reason may be temporary, such as an exception. The next call is then
-            tested again, even if `certain` is True, until a number of tests have failed.
+            tested again, even if `certain` is True. After `DOUBTS_BEFORE_DECISION` (4) failed
+            tests, all calls run unchunked.
     """
 
     reason: str | None
@@ -187,7 +188,8 @@ class ProbeResult(NamedTuple):
 
 def _test_chunks(call: LayerCall, x: Tensor) -> ProbeResult:
     """Test on random tokens if the layer's chunks compute the same as the full sequence. Return the
-    result, and store the result if it holds for all calls with arguments of the same form.
+    result. Also store a result that holds for all calls with arguments of the same form, in the
+    layer's `tests.results`.
 
     Args:
         call: the layer's call on one batch, with its arguments and chunks.
@@ -229,8 +231,8 @@ def _test_full_length(call: LayerCall) -> Verdict:
 
 
 def _why_not(call: LayerCall, hidden_states: Tensor) -> ProbeResult:
-    """Run the test on random tokens if the layer's chunks compute the same as the full sequence,
-    and return the result. Values that the layer stores in the test are removed. [Note: a trial
+    """Test on random tokens if the layer's chunks compute the same as the full sequence, and return
+    the result. Values that the layer stores in the test are removed. [Note: a trial
     leaves nothing]
 
     Args:
@@ -308,8 +310,9 @@ def _result_of_error(
     """Return the result of a test whose run in chunks raised.
 
     The call then runs unchunked. If the unpatched layer computes these tokens, the exception counts
-    against chunks: repeated exceptions make all calls of this kind run unchunked. If the unpatched
-    layer raises as well, nothing is decided, because the call itself will raise.
+    against chunks: repeated exceptions make all calls with arguments of the same form run
+    unchunked. If the unpatched layer raises as well, nothing is decided, because the call itself
+    will raise.
 
     Args:
         call: the layer's call on one batch, with its arguments and chunks.
@@ -491,8 +494,8 @@ def _crosses(
         x: random hidden_states, [..., B, t, h].
         upstream: random gradient of the layer's output, shaped like x.
         second_start: first position of the second chunk.
-        origin: object that the autograd node at the layer's input references. The caller tests
-            later if the object is still alive, because other code has stored a part of the graph.
+        origin: object that the autograd node at the layer's input references. If the object is
+            still alive later, the caller concludes that other code has stored a part of the graph.
     """
     first_chunk, second_chunk = slice(second_start), slice(second_start, x.shape[-2])
     kind = call.layer_state.kind

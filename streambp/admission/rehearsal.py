@@ -135,8 +135,8 @@ def _unmasked(mask: Any, length: int) -> Any:
 
 @contextlib.contextmanager
 def disable_autocast_cache() -> Iterator[None]:
-    """Context manager that disables autocast's weight cache, which would hold copies of a test's
-    random weights until the model's forward ends."""
+    """Context manager for a test run of a layer that disables autocast's weight cache. The cache
+    would hold copies of the run's random weights until the model's forward ends."""
     cache = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
@@ -148,8 +148,8 @@ def disable_autocast_cache() -> Iterator[None]:
 def disable_compilation() -> contextlib.AbstractContextManager[Any]:
     """Return a context manager in which compiled modules and functions run eagerly.
 
-    A test concerns the layer's computation. Compiled, its few tokens would count as one more shape
-    towards torch's recompile limit.
+    Used for test runs of a layer on a few tokens. Compiled code would count the number of these
+    tokens as one more shape towards torch's recompile limit.
     """
     return torch.compiler.set_stance("force_eager")
 
@@ -172,7 +172,8 @@ def set_eval_mode(call: LayerCall) -> Iterator[None]:
 
 
 def _set_mode(module: nn.Module, training: bool) -> None:
-    """Set a module's training flag for a test, without the slow setter of nn.Module."""
+    """Set the training flag of a module for a test run of its layer, without the slow setter of
+    nn.Module."""
     if "training" in module.__dict__:
         # nn.Module's own setter is slow for hundreds of modules
         module.__dict__["training"] = training
@@ -181,8 +182,9 @@ def _set_mode(module: nn.Module, training: bool) -> None:
 
 
 def _plain_modules(layer: nn.Module) -> list[nn.Module]:
-    """Return the modules inside a layer whose parameters are all plain floating-point tensors. A
-    test sets these modules to eval mode."""
+    """Return the modules inside a layer whose parameters are all plain floating-point tensors. Test
+    runs of the layer set these modules to eval mode. Modules with quantized weights keep their
+    mode, because some repack weights in eval mode."""
     return [
         module
         for module in layer.modules()

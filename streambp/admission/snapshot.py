@@ -120,7 +120,8 @@ class Change(NamedTuple):
 
     Attributes:
         value: the new value.
-        grown_dict: name of the dict in which the value is a new entry; "" for all other values.
+        grown_dict: name of the dict to which the value was added under a new key. "": the value
+            existed before, or is not in a dict.
     """
 
     value: Any
@@ -185,9 +186,10 @@ class Snapshot:
         return names
 
     def _names_in_code(self) -> set[str]:
-        """Return all names in the code of hooks and forwards, and of methods that this code names.
-        `iterators` reports an iterator only if one of these names is the attribute that holds the
-        iterator. The restriction is for objects with many methods."""
+        """Return the names of globals and attributes in the code of the module's hooks and
+        forwards, and in the code of methods that have one of these names. An object with many
+        methods may have iterators for other purposes. `iterators` therefore reports an object's
+        iterator only if the name of its attribute is in the result."""
         names: set[str] = set()
         waiting = [*self._functions]
         for name in CALLED_METHODS:
@@ -430,8 +432,14 @@ class Snapshot:
     def _follow_cached_function(
         self, name: str, function: functools._lru_cache_wrapper[Any]
     ) -> None:
-        """Save the results that a function decorated with `functools.lru_cache` stored, and queue
-        the function itself. Messages call the function `name`."""
+        """Save the results that a third-party function with `functools.lru_cache` has stored. Queue
+        the function inside the decorator, so that its closure, defaults and globals are saved too.
+        Skip a library's function.
+
+        Args:
+            name: the function's name, with which the names of changed values in reports begin.
+            function: the decorated function.
+        """
         if not is_foreign(function.__wrapped__):
             return
         if function.cache_parameters()["maxsize"] is None:
@@ -659,8 +667,8 @@ def _values_equal(value: Any, other_value: Any) -> bool:
 
 
 def _is_changed(name: str, changed_names: Iterable[str]) -> bool:
-    """True if the value of this name, or a value inside it, is among the values that a later run
-    changed."""
+    """True if a later run of a test changed the value `name`, or a value inside, such as a['b']
+    inside a. The run's changed values are `changed_names`."""
     return any(
         changed_name == name or changed_name.startswith((f"{name}.", f"{name}["))
         for changed_name in changed_names

@@ -23,6 +23,7 @@ from streambp.attention.kinds import (
     CacheAttention,
     ForeignAttention,
     SparseAttention,
+    TowerAttention,
 )
 from streambp.attention.position_biases import biases_distances, has_table
 from streambp.attention.self_attending import biases_positions
@@ -45,6 +46,7 @@ from streambp.known_names import (
     PICKED_KEYS_ARGUMENT,
     PICKS_ARGUMENT,
     POSITION_BIAS,
+    SEGMENT_ENDS,
     SEQUENCE_LENGTH,
     SHARED_LAYER_COUNT,
     SHARED_LAYERS,
@@ -89,9 +91,14 @@ class ModelStacks:
     left_alone: tuple[str, ...]
 
 
-def find_stacks(model: nn.Module) -> ModelStacks:
+def find_stacks(model: nn.Module, towers: bool = False) -> ModelStacks:
     """Return the stacks of decoder layers in a model that may run in chunks, and the reasons why
     other stacks stay unpatched.
+
+    Args:
+        model: a transformers model, or a module that contains one.
+        towers: True: vision and audio towers may run in chunks, and encoders before a decoder
+            (`StreamConfig.towers`).
 
     Raises:
         UnsupportedModelError: no stack may run in chunks, or a wrapper hides the layers.
@@ -119,12 +126,10 @@ def find_stacks(model: nn.Module) -> ModelStacks:
     bidirectional: list[Stack] = []
     reasons: list[str] = []
     lists = [
-        (module, bare_layers(layers))
-        for module in models
-        for layers in module.children()
-        if _is_stack(layers)
+        (module, layers) for module in models for layers in module.children() if _is_stack(layers)
     ]
-    for module, layers in lists or _deeper_stacks(models):
+    direct_stacks = [(module, bare_layers(layers)) for module, layers in lists]
+    for module, layers in direct_stacks or _deeper_stacks(models, set()):
         _refuse_unsloth(module, *layers)
         problem = _why_not(module, layers)
         if problem is not None:
@@ -133,18 +138,14 @@ def find_stacks(model: nn.Module) -> ModelStacks:
             bidirectional.append(Stack(module, layers))
         else:
             stacks.append(Stack(module, layers))
-    # Bidirectional stacks beside a causal one are encoders and towers of short sequences. T5's
-    # encoder would keep weights of all pairs for its backward.
-    if not stacks:
-        stacks = [stack for stack in bidirectional if _reads_text(stack.backbone)]
-    else:
-        stacks += [
-            stack for stack in bidirectional if _computes_biases(stack.backbone, stack.layers)
-        ]
-    for stack in bidirectional:
-        if stack not in stacks:
-            kind = type(stack.backbone).__name__
-            reasons.append(f"{kind}: its attention is bidirectional (an encoder or a tower)")
+    if direct_stacks:
+        inner_ids = {id(inner) for _, layers in lists for inner in layers.modules()}
+        for module, layers in _deeper_stacks(models, inner_ids):
+            if _reads_ahead(layers) and _why_not(module, layers) is None:
+                bidirectional.append(Stack(module, layers))
+    chosen, why_not_chosen = _choose_bidirectional(bidirectional, bool(stacks), towers)
+    stacks += chosen
+    reasons += why_not_chosen
     if not stacks:
         raise UnsupportedModelError(
             f"{type(model).__name__} cannot be streamed. "
@@ -152,6 +153,46 @@ def find_stacks(model: nn.Module) -> ModelStacks:
             + ". Use gradient checkpointing for it."
         )
     return ModelStacks(tuple(stacks), tuple(reasons))
+
+
+def _choose_bidirectional(
+    bidirectional: list[Stack], has_causal: bool, towers: bool
+) -> tuple[list[Stack], list[str]]:
+    """Return the bidirectional stacks that may run in chunks, and a text "class: reason" for each
+    of the others.
+
+    Args:
+        bidirectional: the stacks whose layers have bidirectional self-attention.
+        has_causal: True if the model has a causal stack, too. Bidirectional stacks beside it are
+            encoders and towers, usually of short sequences. T5's encoder would keep attention
+            weights of all pairs of tokens for its backward, and always runs in chunks.
+        towers: True: encoders and towers with trained parameters run in chunks.
+    """
+    chosen = []
+    for stack in bidirectional:
+        if has_causal:
+            streams = _computes_biases(stack.backbone, stack.layers)
+        else:
+            streams = _reads_text(stack.backbone)
+        if streams:
+            chosen.append(stack)
+    is_only_kind = not has_causal and not chosen
+    reasons = []
+    for stack in bidirectional:
+        if stack in chosen:
+            continue
+        name = type(stack.backbone).__name__
+        if not towers:
+            reasons.append(
+                f"{name}: its attention is bidirectional (an encoder or a tower); "
+                "StreamConfig(towers=True) streams it"
+            )
+        elif is_only_kind or any(p.requires_grad for p in stack.backbone.parameters()):
+            _refuse_unsloth(stack.backbone, *stack.layers)
+            chosen.append(stack)
+        else:
+            reasons.append(f"{name}: none of its parameters is trained")
+    return chosen, reasons
 
 
 def _is_stack(module: nn.Module) -> TypeGuard[nn.ModuleList]:
@@ -167,13 +208,17 @@ def bare_layers(layers: nn.ModuleList) -> tuple[nn.Module, ...]:
 
 
 def _deeper_stacks(
-    models: list[PreTrainedModel],
+    models: list[PreTrainedModel], inner_ids: set[int]
 ) -> list[tuple[PreTrainedModel, tuple[nn.Module, ...]]]:
     """Return (model, layers) pairs for lists of decoder layers that are not direct children of
     their model, but inside another of its modules. Used to find a model's layers if no list is a
-    direct child."""
+    direct child, and to find towers.
+
+    Args:
+        models: the transformers models, outermost first.
+        inner_ids: id() of modules to leave out. The modules of found lists are added.
+    """
     stacks: list[tuple[PreTrainedModel, tuple[nn.Module, ...]]] = []
-    inner_ids: set[int] = set()
     for model in reversed(models):  # innermost model first
         for module in model.modules():
             if id(module) in inner_ids or not isinstance(module, nn.ModuleList) or not len(module):
@@ -260,9 +305,9 @@ def cache_argument(layer: nn.Module) -> str | None:
 
 def replaced_attention(layer: nn.Module) -> str | None:
     """Return the full name of the third-party function that has replaced the forward of an
-    attention class in the layer. None if there is no such function. Also None if the layer can be
-    streamed without this name: by transformers' attention functions, its cache or its recurrent
-    states."""
+    attention class in the layer. None if there is no such function. Also None, without a search,
+    for a layer whose attention function, cache or recurrent states streambp can replace (`attends`,
+    `cache_argument`, `states_argument`)."""
     if attends(layer) or cache_argument(layer) or states_argument(layer):
         return None
     for module in layer.modules():
@@ -294,10 +339,15 @@ def states_argument(layer: nn.Module) -> str | None:
     return STATE_ARGUMENT if _takes_states(layer) and not any(writes) else None
 
 
-def kind_of(layer: nn.Module) -> LayerKind:
+def kind_of(layer: nn.Module, tower: bool = False) -> LayerKind:
     """Return the objects that pass keys, values and recurrent states of a layer from chunk to chunk
     (`LayerKind`). The code of the forwards inside the layer decides between the objects.
-    [Note: carriers]"""
+    [Note: carriers]
+
+    Args:
+        layer: the decoder layer.
+        tower: True if the layer belongs to a vision or audio tower (`is_tower`).
+    """
     cache, states = cache_argument(layer), states_argument(layer)
     attention_function = replaced_attention(layer)
     if cache is not None:
@@ -312,7 +362,7 @@ def kind_of(layer: nn.Module) -> LayerKind:
             attention = BidirectionalBiasedAttention(attention.gets_bias)
         return LayerKind(attention, StateCarrier(""), "")
     elif is_bidirectional(layer):
-        attention = BidirectionalAttention()
+        attention = TowerAttention(_why_no_mask(layer)) if tower else BidirectionalAttention()
     elif attends(layer):
         picks = any(map(_passes_picked_keys, _attentions(layer)))
         if picks:
@@ -430,8 +480,9 @@ def _why_not(backbone: PreTrainedModel, layers: tuple[nn.Module, ...]) -> str | 
 
 
 def _why_config_differs(backbone: PreTrainedModel) -> str | None:
-    """Return why a stack whose attention modules are causal is no decoder by its config, as text
-    for `streambp.describe`; None if it is a decoder."""
+    """Return the reason, as text for `streambp.describe`, not to chunk a stack with causal
+    attention modules: its config says that its attention is bidirectional. None if the config does
+    not say so."""
     if getattr(backbone.config, "is_causal", True) is False:
         return (
             "its config is bidirectional (is_causal=False), and its attention modules are causal; "
@@ -471,8 +522,8 @@ def is_bidirectional(layer: nn.Module) -> bool:
 
 
 def attends_ahead_by_itself(layer: nn.Module) -> bool:
-    """True if a layer computes bidirectional attention itself: it has a cache argument, as a
-    decoder's, and its modules say that it is no decoder (is_decoder=False)."""
+    """True if a layer computes bidirectional attention itself. Such a layer has a cache argument,
+    like a decoder's layer, but its modules have is_decoder=False."""
     if cache_argument(layer) is None:
         return False
     says = [module.is_decoder for module in layer.modules() if hasattr(module, "is_decoder")]
@@ -496,9 +547,29 @@ def _reads_text(backbone: PreTrainedModel) -> bool:
     return backbone.main_input_name == "input_ids"
 
 
+def is_tower(backbone: PreTrainedModel) -> bool:
+    """True if a stack's model computes pixels, audio or their embeddings: its forward has no
+    argument input_ids. Such a model passes no attention_mask if all keys exist."""
+    return not _takes_argument(backbone, "input_ids")
+
+
+def _why_no_mask(layer: nn.Module) -> str | None:
+    """Return why a tower's layer cannot get a chunk's keys in place of its attention_mask, as text
+    for `streambp.describe`; None if the layer takes an attention_mask."""
+    if _takes_argument(layer, "attention_mask"):
+        return None
+    name = type(layer).__name__
+    if _takes_argument(layer, SEGMENT_ENDS):
+        return (
+            f"{name} takes {SEGMENT_ENDS} in place of an attention_mask: it attends within each "
+            "image or frame of one row without a batch dimension"
+        )
+    return f"{name} takes no attention_mask, in whose place a chunk gets its keys"
+
+
 def _takes_argument(layer: nn.Module, argument: str) -> bool:
-    """True if the layer's forward has an argument of this name, or is no Python function, whose
-    arguments are unknown."""
+    """True if the layer's forward has an argument of this name. Also true if the forward is no
+    Python function, because its arguments are then unknown."""
     forward = written_forward(layer)
     if not hasattr(forward, "__code__"):
         return True

@@ -36,7 +36,8 @@ class ContainerType(NamedTuple):
         refill: restores content that `read` returned earlier; gets the container and the content.
         entry_name: returns an entry's name from the container's name and the key; None: entries
             have no names.
-        grows: True if every run may add entries to the container, as to a dict of results.
+        grows: True for a dict, to which each run may add entries under new keys. If a later run
+            adds entries, those of the first run are no values that only the first run sets.
         names_alone: True for dicts of parameters and buffers, whose values are compared by
             `is_replaced`. Copies by which tests replace parameters and buffers then count as
             unchanged.
@@ -101,8 +102,8 @@ def _refill_own(holder: dict[str, Any], content: dict[str, Any]) -> None:
 
 
 def is_replaced(saved: Any, current: Any) -> bool:
-    """True if a module's code has replaced the value `saved` of a parameter or buffer: one of the
-    two is None, or both are plain parameters.
+    """True if a module's code has replaced the value `saved` of a parameter or buffer by another
+    object, `current`. One of the two is then None, or both are plain parameters.
 
     A test replaces parameters by plain tensors and buffers by copies, and a sharding engine
     replaces parameters by distributed tensors. Such replacements do not count.
@@ -158,12 +159,13 @@ def _read_calls(holder: functools._lru_cache_wrapper[Any]) -> dict[str, bool]:
 
 
 def _refill_calls(holder: functools._lru_cache_wrapper[Any], content: dict[str, bool]) -> None:
-    """Clear an lru_cache after a test, if the cache was empty before. A cache with entries stays
-    unchanged, because single entries of a bounded cache cannot be removed.
+    """Clear an lru_cache after a test run of a layer, if the cache was empty before. A cache with
+    entries stays unchanged, because single entries of a bounded cache cannot be removed.
 
     Args:
         holder: the function with the cache.
-        content: {"filled": True} if the cache had entries when it was read.
+        content: {"filled": True} if the cache had entries before the test run, otherwise
+            {"filled": False}.
     """
     if not content["filled"]:
         holder.cache_clear()
@@ -236,16 +238,16 @@ def _refill_slots(holder: Any, content: dict[str, Any]) -> None:
 
 
 def read_globals(names: tuple[str, ...], holder: dict[str, Any]) -> dict[str, Any]:
-    """Return those of the named globals that exist in the dict `holder`, for a snapshot before a
-    test."""
+    """Return a dict of the globals in `names` that exist in the dict `holder`. A snapshot saves
+    their values before a test run of a layer."""
     return {name: holder[name] for name in names if name in holder}
 
 
 def refill_globals(
     names: tuple[str, ...], holder: dict[str, Any], saved_values: dict[str, Any]
 ) -> None:
-    """Restore the named globals in the dict `holder` after a test, and remove named globals that
-    did not exist before.
+    """Restore the named globals in the dict `holder` after a test run of a layer, and remove named
+    globals that did not exist before.
 
     Args:
         names: names of the globals.
@@ -260,12 +262,14 @@ def refill_globals(
 
 
 def attribute_name(name: str, key: Any) -> str:
-    """Return the name of an attribute for messages, such as a.b."""
+    """Return the name, for messages, of the attribute `key` of an object with this name: "a.b" for
+    attribute "b" of the object "a"."""
     return f"{name}.{key}" if name else str(key)
 
 
 def item_name(name: str, key: Any) -> str:
-    """Return the name of a container's entry for messages, such as a['b']."""
+    """Return the name, for messages, of the entry `key` of a container with this name: "a['b']", or
+    "a[...]" for a key that is neither text nor an integer."""
     return f"{name}[{key!r}]" if isinstance(key, str | int) else f"{name}[...]"
 
 

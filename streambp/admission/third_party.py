@@ -379,10 +379,11 @@ def why_rows(module: nn.Module) -> str | None:
 
 def third_party_reads_rows(model: nn.Module, backbones: list[nn.Module]) -> bool:
     """True if third-party code between backbone and loss may read values at padding positions: a
-    hook, a head, the model's forward or a loss function.
+    hook, a head, the model's forward or a loss function. A batch's rows must then not be computed
+    as one packed row without padding.
 
-    Hooks on the model itself do not count, because they get the caller's values. `why_rows` covers
-    the inside of backbones.
+    Hooks on the model itself do not count, because they get the same arguments and result as the
+    model's caller. `why_rows` covers the inside of backbones.
 
     Args:
         model: the causal language model.

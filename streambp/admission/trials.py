@@ -142,8 +142,14 @@ def confirm_names(names: LinearNames, passes: Callable[[LinearNames], bool]) -> 
 
 
 def _passes_without_error(passes: Callable[[LinearNames], bool], names: LinearNames) -> bool:
-    """True if the test `passes(names)` returns true. False if the test raises anything but an
-    out-of-memory error, so that no Linear is skipped."""
+    """Run the test `passes(names)` and return its result. False if the test raises anything but an
+    out-of-memory error, because the layer then needs one of the left-out outputs.
+
+    Args:
+        passes: runs the layer without the outputs of some Linears, and returns True if the results
+            are right.
+        names: names of these Linears. The caller may skip the Linears if the result is True.
+    """
     try:
         return passes(names)
     except Exception as error:  # the layer needs one of the products
@@ -451,8 +457,8 @@ class Trial:
 
 
 def _keys_and_values(prefix: Prefix) -> list[Tensor]:
-    """Return K and V [B, filled, H_kv, D] of each attention call, as a test run has stored them, to
-    be compared with another run's."""
+    """Return K and V [B, t, H_kv, D] of each attention call for the t tokens that a test run has
+    stored, to be compared with another run's."""
     kv_buffers = [kv_buffer for kv_buffer in prefix.kv_storages if isinstance(kv_buffer, KVBuffer)]
     return [
         part[:, : prefix.filled_until]

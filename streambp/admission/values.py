@@ -28,7 +28,7 @@ ARRAY_TYPES = (
 
 class SavedValues(NamedTuple):
     """A tensor [...] or other block of numbers, and a copy of its values, to restore them after a
-    test.
+    test run of a layer.
 
     Attributes:
         name: the name for messages.
@@ -44,8 +44,8 @@ class SavedValues(NamedTuple):
 
 
 def save_values(name: str, tensor: Tensor) -> SavedValues:
-    """Return a copy of a tensor's values [...] with its version counter, from which
-    `restore_values` restores them after a test."""
+    """Return a copy of a tensor's values [...] with the tensor's version counter. `restore_values`
+    restores both after a test run of a layer."""
     with _disable_current_modes(), torch.no_grad():
         version = None if tensor.is_inference() else tensor._version
         return SavedValues(name, tensor, tensor.detach().clone(), version)
@@ -190,7 +190,7 @@ def copy_memory(value: Any, limit: int) -> Any:
 
 def can_be_copied(tensor: Tensor) -> bool:
     """True if a tensor [...] has values that a copy can restore: plain, strided and with memory of
-    its own for each element. A test leaves other tensors out of its snapshot."""
+    its own for each element. The snapshot before a layer's test run leaves other tensors out."""
     plain = (
         type(tensor) in (Tensor, nn.Parameter)
         and tensor.layout == torch.strided

@@ -40,8 +40,8 @@ def indexers_of(module: nn.Module) -> list[nn.Module]:
 @contextlib.contextmanager
 def pick_keys(indexers: Sequence[nn.Module], chunk_attention: ChunkAttention) -> Iterator[None]:
     """Context manager in which indexers, modules that pick the keys of each query, compute the keys
-    of one chunk's queries. Backward returns the picks saved in forward instead. The indexers'
-    `forward` is replaced meanwhile.
+    of one chunk's queries. Called in backward, the indexers return the picks that forward saved.
+    The indexers' `forward` is replaced meanwhile.
 
     Args:
         indexers: the layer's indexers.
@@ -168,8 +168,8 @@ def _part(
         chunk_attention: the object that computes the chunk's attention.
         row: index of the row.
         rows: number of rows of the batch.
-        start: first query.
-        stop: end of the queries, exclusive.
+        start: first query, as a position in the full sequence.
+        stop: end of the queries, exclusive, as a position in the full sequence.
     """
     prefix = chunk_attention.prefix
     chunk = chunk_attention.chunk

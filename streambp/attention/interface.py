@@ -10,6 +10,7 @@ arguments, and never which kind a layer is. An attention carrier replaces the la
     `NoAttention`             reads no keys                         nothing
     `InterfaceAttention`      calls transformers' attention         the mask, by a `ChunkAttention`
     `BidirectionalAttention`  the same; queries may read ahead      the mask, as above
+    `TowerAttention`          the same, of pixels or audio          the mask, as above
     `SparseAttention`         the same; an indexer picks the keys   the mask, the indexer's forward
     `CacheAttention`          attends to what its cache returns     the cache, by a `ChunkCache`
 
@@ -204,8 +205,19 @@ def _own_function(module: nn.Module) -> Any:
     implementation = _thread_implementation(getattr(module, "config", None))
     if implementation is None:
         return None
-    eager = getattr(sys.modules[type(module).__module__], EAGER_FORWARD, None)
-    return AttentionInterface().get(implementation, eager)
+    return AttentionInterface().get(implementation, _model_eager_function(module))
+
+
+def _model_eager_function(module: nn.Module) -> Any:
+    """Return the eager attention function of the module's modeling file: the one that the module's
+    forward names. None if there is none."""
+    code = getattr(written_forward(module), "__code__", None)
+    function_name = EAGER_FORWARD
+    for name in getattr(code, "co_names", ()):
+        if name.endswith(EAGER_FORWARD):
+            function_name = name
+            break
+    return getattr(sys.modules[type(module).__module__], function_name, None)
 
 
 def _attend_as_unpatched(
@@ -259,7 +271,7 @@ def _eager_function(module: nn.Module) -> Any:
     config = getattr(module, "config", None)
     if not isinstance(config, PreTrainedConfig) or own_implementation(config) != EAGER:
         return None
-    return getattr(sys.modules[type(module).__module__], EAGER_FORWARD, None)
+    return _model_eager_function(module)
 
 
 def _unsupported_error(module: nn.Module, features: list[str]) -> UnsupportedModelError:
@@ -549,6 +561,8 @@ class NoAttention:
         returns_weights: True if the layer returns attention weights after the hidden states even if
             nobody requested them; floating tensors after the hidden states are then ignored.
         adds_bias: True if the layer's attention adds T5's bias to the scores.
+        needs_no_mask: True if the layer reads all keys in a call without a mask. False if such a
+            call may also be causal.
     """
 
     costs: str | None = None
@@ -560,6 +574,7 @@ class NoAttention:
     reads_ahead = False
     returns_weights = False
     adds_bias = False
+    needs_no_mask = False
 
     def configs(self, layer: nn.Module) -> list[PreTrainedConfig]:
         """Return the configs of which `_attn_implementation` is replaced while the layer is

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
-from transformers.masking_utils import AttentionMaskInterface
+from transformers.masking_utils import AttentionMaskInterface, bidirectional_mask_function
 
 from streambp.attention.interface import (
     InterfaceAttention,
@@ -144,6 +144,49 @@ class BidirectionalAttention(InterfaceAttention):
             kwargs: the layer's keyword arguments.
         """
         return _with_own_masks(configs, args, kwargs)
+
+
+@dataclasses.dataclass(frozen=True)
+class TowerAttention(BidirectionalAttention):
+    """Adapter for a layer of a vision or audio tower, whose attention modules are bidirectional. A
+    tower passes no mask if all keys exist; a text model does so for a causal mask, too.
+
+    Attributes:
+        why_unchunked: reason why each call of the layer runs unchunked, as text for
+            `streambp.describe`; None: the call's arguments decide.
+    """
+
+    why_unchunked: str | None = None
+
+    needs_no_mask = True
+
+    def take_mask(
+        self, layer: nn.Module, arguments: dict[str, Any], x: Tensor, documents: int | None
+    ) -> str | None:
+        """Return the reason why the layer cannot be chunked with its attention_mask; None if it
+        can. Accepted are None for all keys, a `LazyMask`, and a tensor [B or 1, H or 1, T or 1, T].
+
+        Args:
+            layer: the tower's layer.
+            arguments: the layer's arguments by name. None in place of a mask is replaced by a
+                `LazyMask` of all keys.
+            x: hidden_states [..., B, T, h].
+            documents: number of documents that position_ids mark; not read here.
+        """
+        if self.why_unchunked is not None:
+            return self.why_unchunked
+        if x.dim() < 3:
+            return "its hidden states have no batch dimension"
+        if attention_mask_of(arguments) is None:
+            rows, length = x.shape[-3:-1]
+            arguments["attention_mask"] = LazyMask(
+                mask_function=bidirectional_mask_function,
+                batch_size=rows,
+                q_length=length,
+                kv_length=length,
+                dtype=x.dtype,
+            )
+        return super().take_mask(layer, arguments, x, documents)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -450,11 +450,11 @@ class PrefixMemory:
         plan: the chunks.
         headroom: bytes on the device; None: no limit, so K and V of each attention call are one
             buffer.
-        scratch: function that creates host storage for K and V that leave the device within one
-            pass over the chunks.
+        scratch: function that creates host storage for K and V that leave the device during the
+            layer's forward, or during its backward.
         saved: host storage of the K and V that forward saves for backward; None: K and V are not
             saved on the host.
-        tiles: the storage that `scratch` created for the current pass; None: not created yet.
+        tiles: the storage that `scratch` created; None: not created since K and V were last freed.
     """
 
     plan: ChunkPlan
@@ -464,8 +464,8 @@ class PrefixMemory:
     tiles: HostTensors | None = None
 
     def open_scratch(self) -> HostTensors:
-        """Return the host storage for K and V that are moved off the device during the current pass
-        over the chunks. The first call creates the storage."""
+        """Return the host storage for K and V that leave the device while the layer's forward, or
+        its backward, runs. The first call creates the storage."""
         if self.tiles is None:
             self.tiles = self.scratch()
         return self.tiles

@@ -181,8 +181,9 @@ class DenseMask:
         return blocks
 
     def over_all_keys(self, device: torch.device) -> DenseMask:
-        """Return the mask for attention that has the keys of the full sequence, instead of the keys
-        up to the chunk's end. Chunks may then end anywhere. The result is cached.
+        """Return a copy of this mask for a bidirectional layer, in which a chunk's queries have the
+        keys of all tokens, later ones included. Chunks may then end anywhere, so the copy has no
+        `barriers`, and `reach` is set. The result is cached.
 
         Args:
             device: the device on which to find the keys that are read.
@@ -316,7 +317,15 @@ def _reads_all(
 ) -> bool:
     """True if each query of a mask reads all keys but padding, so that one interval for each row
     describes the mask. Compares all T^2 elements of the mask, SCAN_TILE_SIZE^2 at a time, and stops
-    at the first difference."""
+    at the first difference.
+
+    Args:
+        mask: the mask's description.
+        batch_size: rows of the batch.
+        length: T.
+        padding: [B, T], True for tokens; None: no padding.
+        device: the device on which to compare.
+    """
     dense = DenseMask(batch_size, length, mask)
     for q0 in range(0, length, SCAN_TILE_SIZE):
         for k0 in range(0, length, SCAN_TILE_SIZE):

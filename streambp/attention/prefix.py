@@ -44,11 +44,11 @@ from streambp.offload.manager import Access, HostTensors
 
 
 class Stage(enum.Enum):
-    """The pass over the chunks in which a chunk is computed.
-
-    FORWARD stores K and V, without a graph. REFILL recomputes and stores K and V at the start of
-    backward, if forward did not keep them. RECOMPUTE computes each chunk with an autograd graph,
-    last chunk first.
+    """Purpose for which a layer's forward runs on a chunk. A layer's chunks run for FORWARD first,
+    and in the layer's backward for REFILL and then for RECOMPUTE.
+    FORWARD computes the layer's output without a graph, and stores K and V. REFILL recomputes and
+    stores K and V at the start of backward, if forward did not keep them. RECOMPUTE recomputes each
+    chunk in backward with an autograd graph, last chunk first.
     """
 
     FORWARD = "forward"
@@ -407,19 +407,20 @@ class ChunkAttention:
 
 
 class FullSequenceKeys(ChunkAttention):
-    """Replacement of the keys and values that a bidirectional layer reads, if the layer computes
-    attention itself. The layer's forward is cut in two where the layer passes its own keys and
-    values to its cache.
+    """Source of the keys and values of all tokens, for a chunk of a bidirectional layer that
+    computes attention itself. The layer's forward runs in two halves, which meet at the layer's
+    call of its cache. The first half computes the chunk's k and v. The second half runs when K and
+    V of all chunks exist, and reads them.
 
     Args:
         chunk: the chunk's range of positions.
-        keys: K [B, H_kv, T, D] and V of all tokens, for the second half; None: this is the first
-            half, which ends there.
-        at_attention: called in the second half when the layer passes its keys; None: nothing is
-            called.
+        keys: K [B, H_kv, T, D] and V of all tokens, for the second half. None: the first half runs,
+            and ends at the call of the cache.
+        at_attention: function that the second half calls when it reaches the cache; None: no
+            function is called.
 
     Attributes:
-        projected: k [B, H_kv, C, D] and v of the chunk, in the first half.
+        projected: k [B, H_kv, C, D] and v of the chunk, from the first half; None in the second.
     """
 
     def __init__(
@@ -472,18 +473,21 @@ class PrefixChunkAttention(ChunkAttention):
     Args:
         prefix: K and V of all earlier chunks.
         chunk: the chunk's range of positions.
-        stage: the pass over the chunks.
+        stage: purpose of the layer's run on the chunk: forward, recomputation of K and V alone, or
+            recomputation with a graph.
         saved: the outputs of the layer's attention calls that forward saved for this chunk; None:
             compute attention.
-        picks: [B, C, k] of each indexer, indices of the keys that the indexer picked in forward;
-            None: the indexers pick now. [Note: indexers]
+        picks: one tensor [B, C, k] of each indexer of sparse attention, the indices of the keys
+            that the indexer picked in forward. None: indexers pick keys anew. [Note: indexers]
 
     Attributes:
-        chunk_picks: the picks of each indexer for this chunk, in the order of their calls.
+        chunk_picks: indices of the keys that the indexers pick for this chunk, one tensor for each
+            call of an indexer.
         attended: the output of each attention call, computed without a graph.
         call: number of attention calls so far.
-        see: function that is called with a name, such as "q.0", and q, k or v of each attention
-            call; None: nothing is called.
+        see: function that records q, k and v of each attention call in forward, and compares them
+            with the record in backward. Gets a name, such as "q.0", and the tensor. None: no
+            comparison.
     """
 
     def __init__(

@@ -194,13 +194,17 @@ def why_not_flash(call: AttentionShape, platform: Platform) -> Iterator[str]:
 def why_not_cudnn(call: AttentionShape, platform: Platform) -> Iterator[str]:
     """Yield the reasons why cuDNN cannot attend, forward and backward.
 
-    Head sizes are multiples of 8 up to 128, or exactly (D, D_v) = (192, 128) or (256, 256). ATen's
-    sdp_utils.cpp allows backward for these two pairs from torch 2.14 on
-    (`check_cudnn_d256_bprop_head_dim`). The two pairs also need a runtime that cuDNN's frontend
-    accepts (`pre_validate_node` of scaled_dot_product_flash_attention.h). Both pairs need cuDNN
-    9.13.0 on compute capability 9.0 (9.11 and 9.12 have a known fault near (192, 128)). (192, 128)
-    needs cuDNN 9.11.0 on 10.x, and (256, 256) needs 9.23.0 with torch 2.14. Neither pair is
-    supported on 12.x.
+    D and D_v must be multiples of 8 up to 128. Two larger pairs (D, D_v) are supported as well:
+
+        compute capability  (192, 128)     (256, 256)
+        9.0                 cuDNN 9.13.0   cuDNN 9.13.0
+        10.x                cuDNN 9.11.0   cuDNN 9.23.0 and torch 2.14
+        any other           never          never
+
+    Shown are the oldest versions that are used. Older runtimes are refused by cuDNN's frontend
+    (`pre_validate_node` of scaled_dot_product_flash_attention.h). Versions 9.11 and 9.12 have a
+    known fault near (192, 128) on 9.0. ATen's sdp_utils.cpp allows backward for the two pairs
+    from torch 2.14 on (`check_cudnn_d256_bprop_head_dim`).
     """
     yield from why_not_fused(call, platform)
     if platform.device != "cuda":

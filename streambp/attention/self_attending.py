@@ -157,25 +157,25 @@ def own_mask(mask: Any, length: int, by_sdpa: bool = False) -> OwnMask | str:
 def why_picked_blocks_stay_whole(
     layer: nn.Module, positions: Any, mask: OwnMask, length: int, by_sdpa: bool
 ) -> str | None:
-    """Return the reason why a layer whose indexer picks blocks of keys (MiniMax M3) cannot be
-    chunked with these arguments, or None.
+    """Return the reason why a layer must run unchunked with these arguments, if the layer's indexer
+    picks blocks of keys (MiniMax M3). Return None for a layer without such an indexer, for a mask
+    without data, and if the layer can be chunked.
 
-    The indexer compares position_ids with the positions of keys, and treats padding like any other
-    key. If position_ids differ from the positions, or padding precedes a token, a query may pick
-    blocks that its mask excludes completely, and read no key. Such a query gets the mean over all
-    keys, those of later chunks too, unless transformers' sdpa attends, which gives it zeros.
+    A reason is returned if `positions` are not 0 to T - 1, or if the mask is more than causal with
+    padding on the right. A query may then pick only blocks that the mask excludes, and read no key.
 
     Args:
         layer: the decoder layer.
         positions: the layer's argument position_ids.
         mask: the layer's mask.
         length: T.
-        by_sdpa: True if transformers' sdpa attends. Other implementations return the mean over all
-            keys for a query that reads no key, in every layer.
+        by_sdpa: True if transformers' sdpa attends, which returns zeros for a query that reads no
+            key. Other implementations return the mean over all keys, later keys included.
 
     Raises:
-        UnsupportedMaskError: padding is on the left, and `by_sdpa` is False. Hidden states of
-            padding then depend on later tokens, and the indexer reads these hidden states.
+        UnsupportedMaskError: the mask lets some query read no key (padding on the left), and
+            `by_sdpa` is False. The indexer then reads means over later tokens. If `by_sdpa` is
+            True, a reason is returned for this mask.
     """
     if not any(
         INDEX_UPDATE in _attribute_names(module) for module in layer.modules()
@@ -232,9 +232,9 @@ def _parameters(module: nn.Module) -> tuple[str, ...]:
 
 
 def biases_positions(module: nn.Module) -> bool:
-    """True if an attention module inside `module` adds a bias for each pair of positions, such as
-    ALiBi. Such an attention module asks its cache for the first query's position, or receives the
-    distances as an argument.
+    """True if an attention module inside `module` adds a bias for each pair of positions (Inkling).
+    The forward's source shows this: the code names the cache's method `get_query_offset`, or has a
+    parameter `relative_distance`.
 
     The model's sdpa then gets one finite tensor, mask plus bias. A query that may read no key
     therefore gets the mean over all keys instead of 0.

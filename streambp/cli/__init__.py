@@ -1,32 +1,30 @@
-"""The commands `streambp plan`, `verify`, `profile`, `launch` and `env`."""
+"""The commands `streambp plan`, `verify`, `profile`, `launch` and `env`.
+
+`main` imports all other modules, so that an interrupt during an import is also reported in one
+line.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import sys
-import traceback
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
-from streambp.arguments import parse_command_line
-from streambp.cli.app import app
-from streambp.cli.checks import check
 from streambp.errors import StreamBPError
-from streambp.launch import command as launcher
 from streambp.libraries import refuse_other_distribution
-from streambp.reporting import reason
 
 EXIT_FAILED = 2
+EXIT_INTERRUPTED = 130  # shells return this code after Ctrl-C
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command of `streambp` and return its exit code.
 
     The code 0 is success: `verify` found exact gradients, or `plan` a step that fits into memory.
-    The code 1 is the opposite. The code 2 is a wrong command line, or a model that cannot be
-    counted or judged. `streambp launch` returns the exit code of the program that it starts.
+    The code 1 means that gradients are not exact, or that no step fits. The code 2 means an error
+    without a result, such as a wrong command line. The code 130 is an interrupt (Ctrl-C).
+    `streambp launch` returns the exit code of the program that it starts, also if the program was
+    interrupted, or 96 if the program succeeded without a patched model.
 
     Args:
         argv: the words after `streambp`; None: those of this process's command line.
@@ -34,65 +32,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         refuse_other_distribution()
-        arguments = parse(words or ["--help"])
+        commands = importlib.import_module("streambp.cli.commands")
+        arguments = commands.parse(words or ["--help"])
         if isinstance(arguments, int):
             return arguments if words else EXIT_FAILED
-        return _run(arguments)
+        code: int = commands.run(arguments)
+        return code
     except StreamBPError as error:
         print(" ".join(str(error).split()), file=sys.stderr)
         return EXIT_FAILED
-
-
-def parse(words: Sequence[str]) -> Any:
-    """Return a command's parsed arguments as a namespace, or an exit code if a help page or the
-    version was printed. torch is not imported.
-
-    The namespace also has `words` (for `launch`, those before "--"), `program` (the words behind
-    "--"), and `out` (the stream for the command's output).
-
-    Args:
-        words: the words after `streambp`.
-
-    Raises:
-        ConfigError: the command line is wrong.
-    """
-    ours, program = launcher.split(words)
-    arguments = parse_command_line(app, ours, "streambp")
-    if not isinstance(arguments, int):
-        arguments.words = ours
-        arguments.program = program
-        arguments.out = sys.stdout
-    return arguments
-
-
-def _run(arguments: Any) -> int:
-    """Run a command with the parsed arguments of `parse`, and return its exit code. Errors become
-    StreamBPErrors whose message begins with the command's name.
-
-    Other libraries may print to stdout. stdout is therefore redirected to stderr, except for
-    `arguments.out`, the command's own output.
-    """
-    name = f"streambp {arguments.command}"
-    try:
-        check(arguments)
-        if arguments.command == "launch":
-            return launcher.run(arguments)
-        with contextlib.redirect_stdout(sys.stderr):
-            runs = importlib.import_module("streambp.cli.runs")
-            code: int = getattr(runs, f"run_{arguments.command}")(arguments)
-        return code
-    except StreamBPError as error:
-        raise StreamBPError(f"{name}: {error}") from error
-    except Exception as error:  # exit code 1 would mean a verdict
-        if "torch" in sys.modules and importlib.import_module("streambp.device").is_out_of_memory(
-            error
-        ):
-            advice = "Pass a smaller --seq-len, --dtype bfloat16, or --device cpu."
-            raise StreamBPError(f"{name}: {str(error).splitlines()[0]} {advice}") from error
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"{Path(last.filename).name}, line {last.lineno}"
-        message = (
-            f"{reason(error)} (in {where}). That is no verdict: check the arguments, or report it "
-            "with `streambp env`."
-        )
-        raise StreamBPError(f"{name}: {message}") from error
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED

@@ -14,6 +14,7 @@ import typer
 
 import streambp
 from streambp.arguments import choice_option, number_parser, size, tokens
+from streambp.fields import DTYPE_ALIASES
 from streambp.launch.command import EXIT_UNPATCHED
 from streambp.launch.hook import SETTINGS_VARIABLE
 from streambp.launch.settings import AllowUnpatched, add_flags
@@ -38,20 +39,23 @@ def _option(panel: str, help_text: str, *names: str, **options: Any) -> Any:
 
 
 Checkpoint = Annotated[
-    str, typer.Argument(metavar="PATH_OR_ID", help="a checkpoint's folder, or its id on the Hub")
+    str,
+    typer.Argument(
+        metavar="PATH_OR_ID", help="a checkpoint's folder, or its id or page on the Hub"
+    ),
 ]
 VerifiedModel = Annotated[
     str,
     typer.Argument(
         metavar="PATH_OR_ID",
-        help="a checkpoint's folder, or its id on the Hub; with --random a config.json too",
+        help="a checkpoint's folder, or its id or page on the Hub; with --random a config.json too",
     ),
 ]
 PlannedModel = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="an id on the Hub, a checkpoint's folder, or a config.json",
+        help="an id or a model's page on the Hub, a checkpoint's folder, or a config.json",
         show_default=False,
     ),
 ]
@@ -59,9 +63,21 @@ Trust = Annotated[
     bool, _option(MODEL, "run the Python code that comes with the model", "--trust-remote-code")
 ]
 LoadedModel = Annotated[
-    Any, _option(MODEL, "dtype of the weights (auto: as stored)", **choice_option(*DTYPES))
+    Any,
+    _option(
+        MODEL,
+        f"dtype of the weights, or {', '.join(DTYPE_ALIASES)} (auto: as stored)",
+        **choice_option(*DTYPES, aliases=DTYPE_ALIASES),
+    ),
 ]
-PlanDtype = Annotated[Any, _option(MODEL, "dtype of the weights", **choice_option(*DTYPES[1:]))]
+PlanDtype = Annotated[
+    Any,
+    _option(
+        MODEL,
+        f"dtype of the weights, or {', '.join(DTYPE_ALIASES)}",
+        **choice_option(*DTYPES[1:], aliases=DTYPE_ALIASES),
+    ),
+]
 Device = Annotated[
     str,
     _option(MODEL, "torch's device, such as cpu or cuda (default: this machine's GPU, else cpu)"),

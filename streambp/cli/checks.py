@@ -17,6 +17,13 @@ from streambp.rates import rates_of
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")  # names on the Hub
 MAX_ID_LENGTH = 96
+WEB_ADDRESS = re.compile(r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/|\w+://")
+MODEL_PAGE = re.compile(
+    r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/"
+    r"([^/?#]+/[^/?#]+)"  # the model's id
+    r"(?:/tree/main)?/?(?:[?#].*)?"
+)
+OTHER_PAGES = ("datasets", "spaces", "docs", "papers", "blog", "collections", "posts", "learn")
 MAX_STEP_TOKENS = 2**30  # maximal tokens of a step that runs
 CONFIG_FILE, ADAPTER_FILE = "config.json", "adapter_config.json"
 LAUNCH_EXAMPLE = "streambp launch --chunk-size 8k -- trl sft ..."
@@ -46,7 +53,29 @@ def check(arguments: Any) -> None:
         arguments.model or arguments.command != "plan"
     ):
         file = arguments.command == "plan" or getattr(arguments, "random", False)
+        arguments.model = model_name(arguments.model)
         check_model(arguments.model, file)
+
+
+def model_name(name: str) -> str:
+    """Return the id of a model on the Hub if a name is the web address of the model's page;
+    otherwise return the name.
+
+    Args:
+        name: the model, as written on the command line.
+
+    Raises:
+        ConfigError: the name is another web address.
+    """
+    page = MODEL_PAGE.fullmatch(name)
+    if page is not None and page[1].partition("/")[0] not in OTHER_PAGES:
+        return page[1]
+    if WEB_ADDRESS.match(name):
+        raise ConfigError(
+            f"The model {short_repr(name)} is a web address, but not of a model's page. Pass an id "
+            "on the Hub, or a model's page like https://huggingface.co/Qwen/Qwen3-8B."
+        )
+    return name
 
 
 def check_model(name: str, file: bool) -> None:
@@ -267,6 +296,7 @@ def _check_step(arguments: Any) -> None:
             )
         return
     _check_writable("--html", arguments.html)
+    _check_writable("--snapshot", arguments.snapshot)
     arguments.config = StreamConfig(
         arguments.chunk_size or "auto", saves, offload=arguments.offload
     )

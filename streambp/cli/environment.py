@@ -32,9 +32,12 @@ HEADS, KV_HEADS, HEAD_SIZE = 32, 8, 128  # heads of the attention call whose ker
 
 
 def environment() -> dict[str, Any]:
-    """Return a dict for a bug report: the version of each package by its name, the devices with
-    their kernels ("devices"), and environment variables ("environment"). If a device cannot be
-    read, the error's text is in its place."""
+    """Return a dict for a bug report: versions of Python and of packages by name, the devices with
+    their kernels ("devices"), and environment variables ("environment").
+
+    The dict has variables such as CUDA_VISIBLE_DEVICES, if they are set. If a device cannot be
+    read, its entry is {"error": the error's text}.
+    """
     facts: dict[str, Any] = {
         "streambp": streambp.__version__,
         "python": f"{sys.version.split()[0]} on {platform.platform()}",
@@ -62,7 +65,7 @@ def environment() -> dict[str, Any]:
 
 def _device(device: torch.device) -> dict[str, Any]:
     """Return a dict for a bug report: a device's name, memory and attention kernels. The entry
-    "offload engine" describes the copies to host memory."""
+    "offload engine" says in words if copies to host memory run beside the compute."""
     parts: dict[str, Any] = {"device": str(device)}
     if device.type != "cpu":
         module = torch.get_device_module(device)

@@ -33,7 +33,7 @@ from streambp.planner.fused_layers import fusion
 from streambp.planner.measure import compare_default, compare_step
 from streambp.planner.measure_device import measure_device
 from streambp.planner.page import page
-from streambp.planner.plan import ALLOWED_SLOWDOWN, Plan, plan, plan_profile
+from streambp.planner.plan import ALLOWED_SLOWDOWN, Plan, plan, plan_step
 from streambp.planner.profile import Profile, Setting
 from streambp.planner.report import (
     as_json,
@@ -149,8 +149,8 @@ def run_verify(arguments: Any) -> int:
 
 
 def _random_model(arguments: Any) -> CutModel:
-    """Return the model of `streambp verify --random`: the first layers of a configuration, with
-    random weights.
+    """Return the model of `streambp verify --random`: the first layers of the model that a
+    configuration describes, with random weights.
 
     Args:
         arguments: the parsed options of `streambp verify`.
@@ -244,15 +244,16 @@ def run_plan(arguments: Any) -> int:
 def _notes(
     arguments: Any, base_plan: Plan, training: Training, counted: Callable[..., Plan]
 ) -> list[str]:
-    """Return lines to print with the plan: options read from files, and a warning about sequences
-    beyond the model's positions. If Liger is not installed, a line has the seconds with its
-    kernels.
+    """Return lines to print with the plan: options read from files, a warning about sequences
+    beyond the model's positions, and a note on GB and GiB. If Liger is not installed and would make
+    the step faster, a line has the seconds with Liger's kernels.
 
     Args:
         arguments: the parsed options of `streambp plan`.
-        base_plan: the plan.
+        base_plan: the plan that is printed.
         training: the kind of training (LoRA, bits) of the plan.
-        counted: `plan` with all arguments but the training's; called with `lora`, `bits` and so on.
+        counted: function that returns the plan for a kind of training: `plan` with its other
+            arguments already set; called with `lora`, `bits` and so on.
     """
     lines = [arguments.from_text] if arguments.from_text else []
     config = read_config(arguments.model, arguments.trust_remote_code)
@@ -269,7 +270,7 @@ def _notes(
             lora=training.lora, bits=training.bits, with_liger=True, methods=names,
             every_split=False,
         ).profile  # fmt: skip
-        liger = plan_profile(
+        liger = plan_step(
             profile, base_plan.seq_len, base_plan.memory, base_plan.setting, base_plan.rates
         )
         if seconds_of(liger) <= (1 - ALLOWED_SLOWDOWN) * seconds_of(base_plan):
@@ -295,8 +296,8 @@ def _decimal_units_note(gpu_memory: int) -> list[str]:
 def _print_alternatives(
     arguments: Any, base_plan: Plan, training: Training, counted: Callable[..., Plan]
 ) -> None:
-    """Print the command lines of plans with other options: of plans that fit if `base_plan` does
-    not fit, and otherwise of faster plans.
+    """Print plans with other options, each with its command line. If no step of `base_plan` fits
+    into memory, the other plans fit. Otherwise the other plans are faster.
 
     If `base_plan` fits and the user did not choose a kind of training, print a LoRA plan too.
 
@@ -304,11 +305,13 @@ def _print_alternatives(
         arguments: the parsed options of `streambp plan`.
         base_plan: the plan for these options.
         training: the kind of training (LoRA, bits) of this plan.
-        counted: `plan` with all arguments but the training's; called with `lora` and `bits`.
+        counted: function that returns the plan for a kind of training: `plan` with its other
+            arguments already set; called with `lora` and `bits`.
     """
 
     def count(how: Training) -> Profile:
-        """Return the counted costs of the model (`Profile`) for another kind of training."""
+        """Return the memory and costs of the model's steps (`Profile`), counted for another kind
+        of training, `how`."""
         profile: Profile = counted(lora=how.lora, bits=how.bits).profile
         return profile
 
@@ -391,14 +394,16 @@ def _rates(arguments: Any) -> Rates:
 def _write_page(
     arguments: Any, base_plan: Plan, training: Training, counted: Callable[..., Plan]
 ) -> None:
-    """Write the planner's HTML page to the file of --html. The page includes counted costs of the
-    model for other kinds of training (LoRA, 4 bits), between which its controls switch.
+    """Write the planner's HTML page to the file of --html. The page includes the counted memory and
+    costs of steps for several kinds of training (LoRA, 4 bits). The page's controls switch between
+    the kinds.
 
     Args:
         arguments: the parsed options of `streambp plan`.
         base_plan: the plan that the page shows at first.
         training: the kind of training (LoRA, bits) of this plan.
-        counted: `plan` with all arguments but the training's; called with `lora`, `bits` and so on.
+        counted: function that returns the plan for a kind of training: `plan` with its other
+            arguments already set; called with `lora`, `bits` and so on.
     """
     name = _shown_name(arguments.model)
     profiles = {training: base_plan.profile}

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from streambp.errors import ConfigError
-from streambp.fields import short_repr
+from streambp.fields import DTYPE_ALIASES, short_repr
 from streambp.libraries import require_library
 
 MODEL_KEYS = ("model_name_or_path", "base_model", "model_name")
@@ -119,6 +119,7 @@ def options_of(keys: Mapping[str, Any], file: Path) -> dict[str, Any]:
     if (first_number(keys, ("gradient_accumulation_steps",), file) or 1) > 1:
         options["accumulate"] = True
     dtype = str(keys.get("dtype") or keys.get("torch_dtype") or "").removeprefix("torch.")
+    dtype = DTYPE_ALIASES.get(dtype, dtype)
     if dtype in ("float32", "bfloat16", "float16"):
         options["dtype"] = dtype
     return options | training_of(keys, file) | engine_of(keys, file)

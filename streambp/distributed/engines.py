@@ -146,8 +146,8 @@ def engine_of(module: nn.Module) -> str | None:
     """Return the name, for messages, of the engine that shards a module's parameters or reduces
     their gradients: "DDP", "FSDP2", "FSDP1" or DeepSpeed's ZeRO. None if there is none.
 
-    An engine that wraps a model around this module is found by marks on the parameters. DDP sets no
-    marks, and is found only if its wrapper is the module or inside it.
+    An engine that wraps a larger model, of which this module is a part, is found by marks on the
+    parameters. DDP sets no marks, and is found only if its wrapper is the module or inside it.
     """
     modules, parameters = contents_of(module)
     if any(isinstance(inner, DistributedDataParallel) for inner in modules):
@@ -286,11 +286,14 @@ class EngineReduce(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden_states: Tensor, reductions: list[Reduction]) -> Tensor:
-        """Return a view of hidden_states [..., B, T, h].
+        """Return a view of hidden_states [..., B, T, h], on which the layer then runs. Autograd
+        therefore runs the layer's backward before this Function's `backward`. All gradients of the
+        layer then exist, and `backward` calls the hooks in `reductions`.
 
         Args:
             hidden_states: the layer's input.
-            reductions: the result of `reductions_of`.
+            reductions: pairs (module, hook) from `reductions_of`. The hook is DeepSpeed's, and
+                reduces the gradients of the module's parameters over ranks.
         """
         ctx.reductions = reductions
         return hidden_states.view_as(hidden_states)
@@ -310,7 +313,8 @@ class JoinGradients(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden_states: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
-        """Return views of hidden_states [..., B, T, h] and of the parameters [...]."""
+        """Return views of hidden_states [..., B, T, h] and of the parameters [...]. The layer runs
+        on these views, so that all their gradients arrive at one autograd node."""
         ctx.parameters = parameters
         ctx.set_materialize_grads(False)
         return tuple(x.view_as(x) for x in (hidden_states, *parameters))

@@ -83,8 +83,8 @@ def _zero_optimizer(model: nn.Module) -> Any:
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of the tensors' distinct storages, for host memory in use. A DTensor counts
-    as this rank's shard."""
+    """Return the bytes of memory that these tensors occupy. A storage that several tensors share
+    counts once, and a DTensor counts as this rank's shard."""
     storages = {}
     for tensor in tensors:
         if isinstance(tensor, DTensor):

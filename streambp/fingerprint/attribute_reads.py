@@ -23,7 +23,8 @@ MAX_CALL_DEPTH = 2  # levels of called functions that are searched, below a modu
 
 def names_read(modules: Iterable[nn.Module], hooks: Iterable[Any]) -> set[str]:
     """Return the attribute names that occur in the code of these modules and hooks, and that the
-    code may therefore read. String constants count as names, because getattr takes strings.
+    code may therefore read. String constants count as names, because getattr takes strings. Names
+    that every module reads (`ALWAYS_READ_ATTRIBUTES`) are included.
 
     Args:
         modules: modules whose methods, and functions among whose attributes, are searched.

@@ -174,8 +174,8 @@ def attributes_of_class(owner: type) -> Holder:
 
 
 def slots_of_class(base: type) -> list[str]:
-    """Return the names in a class's own `__slots__`, without those that begin with two
-    underscores."""
+    """Return the names in a class's own `__slots__`, whose values are in no object's `__dict__`.
+    Names that begin with two underscores are left out."""
     slots = vars(base).get("__slots__", ())
     names = (slots,) if isinstance(slots, str) else slots
     return [name for name in names if not name.startswith("__")]

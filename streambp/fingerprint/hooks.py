@@ -64,8 +64,9 @@ class HookSnapshot:
         """Return the reason, as text for `describe`, why the layer must run unchunked. None if the
         hooks allow chunks.
 
-        The reason is a peft hook that passes an argument to modules: the argument counts tokens of
-        the full sequence, or is missing when backward recomputes the layer.
+        The reason is a peft hook that passes an argument to modules. aLoRA's offsets are such an
+        argument, and count tokens from the end of the full sequence. Every argument is a reason in
+        grad mode, because peft removes the hooks before backward recomputes the layer in chunks.
         """
         names = {name for _, hook in self.routing for name in hook.keywords}  # type: ignore[attr-defined]
         if ALORA_OFFSETS in names:
@@ -128,7 +129,8 @@ def short_name(hook: Any) -> str:
 
 def base_of(leaf: str) -> str:
     """Return the name of the container of an entry, without the entry's index: "cache" for
-    "cache[3]". A name without index is returned unchanged."""
+    "cache[3]". A name without index is returned unchanged. If a layer's own forward changes an
+    entry, comparisons of hooks ignore all entries of this container."""
     return leaf.partition("[")[0]
 
 

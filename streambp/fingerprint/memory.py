@@ -274,7 +274,7 @@ class ReachableValues:
 
     def _visit_parameter(self, path: str, parameter: nn.Parameter | None) -> None:
         """Add a parameter to `values`, and search its attributes that are numbers or tensors.
-        Programs may store records in both, for example a norm of inputs.
+        Programs may store values in a parameter and in its attributes, such as a norm of inputs.
 
         Attributes of engines (DeepSpeed, FSDP) are left out. Tensors that engines and streamed
         layers put in a parameter's place are left out, too.
@@ -434,7 +434,7 @@ def stored_attributes(parameter: Tensor) -> Content:
 class InPlaceWrites(TorchDispatchMode):
     """Torch dispatch mode that records in-place writes to the tensors of a `ReachableValues`, and
     copies the values before a write so that `restore` can undo it. The mode also holds weak
-    references to the tensors that operations return."""
+    references to the tensors that operations return, for `shapes_outside`."""
 
     supports_higher_order_operators = True
 
@@ -462,8 +462,9 @@ class InPlaceWrites(TorchDispatchMode):
         return result
 
     def shapes_outside(self, memory: ReachableValues) -> str:
-        """Return the shapes, as text, of tensors from operations in this context that are still
-        alive, without the values of `memory`. Return "" if there are none."""
+        """Return the shapes, as text, of tensors from operations under this mode that are alive and
+        not among the values of `memory`. Return "" if there are none. Some code has stored these
+        tensors in a place that `ReachableValues` does not search."""
         tensors = self._alive(memory)
         if tensors:
             del tensors
@@ -475,8 +476,8 @@ class InPlaceWrites(TorchDispatchMode):
         return ", ".join(sorted(str(tuple(x.shape)) for x in self._alive(memory)))
 
     def _alive(self, memory: ReachableValues) -> list[Tensor]:
-        """Return the tensors [...] made in this context that are alive and not among the values of
-        `memory`."""
+        """Return the tensors [...] from operations under this mode that are alive and not among the
+        values of `memory`."""
         value_ids = {id(value) for value in memory.values.values()}
         return [
             x

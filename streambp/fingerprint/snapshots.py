@@ -144,8 +144,10 @@ class ModuleSnapshot:
         values: the attributes, parameters and buffers of the modules.
         flat: `values.read()` at the snapshot.
         hooks: the hook dicts of the modules inside the layer, not a copy.
-        exact: dict from (module name, attribute name, position inside the attribute) to values;
-            equal if a forward would read the same.
+        exact: dict with an entry for each part of each attribute, parameter and buffer. The key is
+            (module name, attribute name, position inside the attribute). The value is a number or
+            string itself, or the identity of a tensor or object. Two snapshots have equal dicts if
+            a forward would read the same values at both times.
         generators: random generators among the attributes.
         parameters: the parameters.
         tensors: tensors whose version counters are compared.
@@ -320,8 +322,8 @@ class Fingerprint:
     Attributes:
         last: the latest snapshot.
         pending: number of forwards whose backward has not run yet.
-        in_cycles: True if autograd graphs of the layer are in reference cycles, and are freed only
-            by garbage collection.
+        in_cycles: True if autograd graphs of the layer are in reference cycles of torch, which only
+            garbage collection frees. Backward then does not check if other code holds a graph.
         stored_paths: paths of values that third-party code inside the layer stored in a test run of
             the layer, for example "mlp.kept[3]". [Note: kept values]
     """

@@ -34,10 +34,10 @@ def block_size(
     """Return the size of a block of logits, which are computed block by block: the number of
     tokens, and the number of vocabulary entries.
 
-    The result depends on no values, so that runs are bitwise reproducible. Each block of tokens
-    reads and writes the weight's gradient dW, 4 V h bytes each, so blocks need many tokens. Blocks
-    of 2,048 tokens, less if BYTES_PER_BLOCK requires it, read and write dW in less time than the
-    matrix products take.
+    The result does not depend on values of tensors, so that runs are bitwise reproducible. Each
+    block of tokens reads and writes the weight's gradient dW, 4 V h bytes each, so blocks need many
+    tokens. A block for Triton's kernels has at most 2,048 tokens and BYTES_PER_BLOCK bytes. Reading
+    and writing dW for 2,048 tokens takes less time than the matrix products.
 
     Args:
         vocabulary: V, the number of entries of the full vocabulary.
@@ -183,7 +183,10 @@ class Fold:
     ) -> tuple[Tensor | None, ...]:
         """Return the fields of `TokenLogProbs` in their order, [n] each: log_probs, entropy,
         mean_log_probs, is_top1, mean_logits, log_sum_sq_probs. All but log_probs are None unless
-        their name is in `fields`. The statistics must be those of the full vocabulary.
+        their name is in `fields`.
+
+        Call this method on the `Fold` of the full vocabulary alone. If several `Fold`s have a part
+        of the vocabulary each, `merge` them first.
 
         Args:
             labels: the labels [n].

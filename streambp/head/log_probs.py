@@ -139,7 +139,7 @@ class HeadInputs:
         """Return the positions [n] that have a label, in order; None if all N positions have one.
 
         Labels without data (on the meta device) give a tensor of all N positions, and not None.
-        Most batches have a position without a label, so the counted memory includes such a tensor.
+        The memory prediction runs on meta and thus counts the tensor, which most batches need.
         """
         if not has_data(self.labels):
             return torch.arange(self.labels.shape[0], device=self.labels.device)

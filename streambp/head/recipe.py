@@ -55,8 +55,8 @@ class HeadRequest:
             besides log_probs; None: only the loss itself is needed.
         temperature: divisor of the logits.
         in_float32: True if products are computed in float32.
-        norms: final norms of the decoder that ends in this output projection; other norms (an
-            encoder's) are computed at once.
+        norms: norms that may be computed later, with the logits: final norms of the decoder that
+            ends in this output projection. Other norms (an encoder's) run in the model's forward.
         num_items: num_items_in_batch, by which the model divides the sum of its loss; None: not
             passed.
         beside_loss: True if the model returns these logits together with a loss. Engines such as
@@ -103,8 +103,9 @@ class InputSnapshot(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LogitsExpression:
-    """Recipe for a tensor that is computed later: the steps from stored hidden states (`source` in
-    the methods) to normed hidden states or logits.
+    """Recipe for a tensor that is computed later: the steps from stored hidden states to normed
+    hidden states or logits. The recipe does not contain the hidden states; its methods receive them
+    as the argument `source`.
 
     Attributes:
         request: options of the output projection in this forward.
@@ -112,14 +113,16 @@ class LogitsExpression:
         weight: [V, h]; None if the result is hidden states.
         bias: [V] or None.
         adds_bias: True if the model's code adds the bias to the logits, after the projection.
-        projection: scale and softcap of the product, or only the scale for hidden states; the
-            temperature is in `request`.
+        projection: steps after the matrix product with `weight`: a factor for the product, then a
+            softcap (bound by tanh), if the model has a softcap. If `weight` is None, the factor
+            multiplies the hidden states. The temperature is not here but in `request`.
         logits: True for the output projection's result and tensors derived from it; False for
             hidden states.
         token_positions: [...], index of each token in the stored hidden states [N, h]; None: the
             stored hidden states [..., h] have the tokens' shape.
-        late_padding: hidden states of padding, computed when they are read. [Note: padding that is
-            read]
+        late_padding: computes hidden states of padding once the program reads logits there; the
+            stored ones have no padding. None: every index in `token_positions` is that of a
+            stored hidden state. [Note: padding that is read]
     """
 
     request: HeadRequest
@@ -169,7 +172,8 @@ class LogitsExpression:
         has `token_positions`, only these tokens are computed.
 
         The result is hidden states [..., h], or logits [..., V] if the recipe has a weight. Both
-        are differentiable. The request's temperature is not applied.
+        are differentiable. The logits are those of the model itself, not divided by the temperature
+        in `request`.
         """
         if self.token_positions is not None:
             source = take_rows(
@@ -258,11 +262,11 @@ def blockwise_loss(
         reduction: "none", "mean" or "sum", as in F.cross_entropy.
 
     Returns:
-        In promote_types(source dtype, float32): a scalar, or [N] for reduction "none". 0 if no
-            label is valid.
+        In promote_types(source dtype, float32): a scalar, or the shape of `target` for reduction
+            "none". 0 if no label is valid.
 
     Raises:
-        StreamBPError: the number of labels is not N, or a label is outside the vocabulary.
+        StreamBPError: the number of labels is not N (or M), or a label is outside the vocabulary.
     """
 
     positions = (source if recipe.token_positions is None else recipe.token_positions).shape[0]
@@ -359,8 +363,9 @@ def _loss_at_positions(
     """Compute F.cross_entropy of the logits of M tokens, block by block. The hidden state of token
     i is row `token_positions[i]` of `source`.
 
-    Several tokens may have the same hidden state. If many of them share the label too, each pair of
-    hidden state and label is computed once, and its gradients in backward and not in forward.
+    Several tokens may have the same hidden state. If many of them share the label too, each
+    different pair of hidden state and label is computed once. The gradients are then computed in
+    backward; otherwise they may be computed in forward already.
 
     Args:
         source: hidden states [N, h].
@@ -391,8 +396,8 @@ def _loss_at_positions(
             """Return the values of all M tokens [M]; 0 (False) at tokens without a label.
 
             Args:
-                values: values of the labelled tokens, or of the different pairs of hidden state and
-                    label.
+                values: one value for each labelled token. If equal pairs of hidden state and label
+                    were computed once: one value for each different pair.
             """
             if repeats is not None:
                 values = values[repeats]

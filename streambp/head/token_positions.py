@@ -83,8 +83,13 @@ class LatePadding:
         return token_positions < self.source.shape[0]
 
     def reads_padding(self, token_positions: Tensor) -> bool:
-        """True if one of the indices `token_positions` [...] is that of padding; synchronizes with
-        the device."""
+        """True if one of the indices belongs to padding; False if the indices have no data (meta or
+        fake tensors). Synchronizes with the device.
+
+        Args:
+            token_positions: [...], indices of rows in the result of `with_padding`. The first N
+                rows belong to tokens, the next B * T rows to the padded batch.
+        """
         return has_data(token_positions) and not bool(self.tokens(token_positions).all())
 
     def with_padding(self) -> Tensor:

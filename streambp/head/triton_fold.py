@@ -32,8 +32,8 @@ def supports_kernels(device: torch.device, dtype: torch.dtype) -> bool:
     """True if the Triton kernels for logits support this device and dtype. False: torch's operators
     compute in their place.
 
-    The kernels compute in float32 and do not support float64. Tensors on meta represent tensors on
-    CUDA, without launches.
+    The kernels compute in float32 and do not support float64. True also for the device meta, whose
+    tensors stand for tensors on CUDA in a prediction; no kernel runs there.
     """
     if dtype not in KERNEL_DTYPES:
         return False

@@ -21,7 +21,8 @@ class VersionCheck:
     """Snapshot by which later in-place changes of tensors are detected.
 
     Args:
-        tensors: tensors whose version counters are stored; torch's own writes raise these.
+        tensors: tensors whose version counters are stored; torch's in-place operations increase the
+            counters.
         sampled: tensors of which SAMPLE_SIZE entries are stored, to detect writes through `.data`.
     """
 

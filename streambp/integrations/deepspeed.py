@@ -43,7 +43,8 @@ def initialize(
         args: positional arguments of `deepspeed.initialize`.
         model: the model; patched only if the config has a section "streambp".
         config: a dictionary, the path of a JSON file, JSON text, or base64 of JSON text. If None,
-            `config_params` or `args.deepspeed_config` is read.
+            the config is DeepSpeed's argument `config_params`, or the attribute `deepspeed_config`
+            of DeepSpeed's argument `args`.
         kwargs: keyword arguments of `deepspeed.initialize`.
 
     Returns:

@@ -165,8 +165,8 @@ class TokenBatchSampler(Sampler[list[int]]):
         return order
 
     def _cut_windows(self, order: Sequence[int]) -> list[list[int]]:
-        """Return the batches of an epoch: the rows in `order` are cut into windows, and each window
-        into batches."""
+        """Return the batches of an epoch, in the order of their windows. A window is `window`
+        consecutive rows of `order`, and its rows are packed into batches (`_fill_batches`)."""
         starts = range(0, len(order), self.window)
         batches: list[list[int]] = []
         for start in starts:

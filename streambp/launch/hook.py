@@ -42,7 +42,7 @@ class ImportHook:
         """Return the import spec of a module that this hook changes; None for all other modules,
         which other finders then import. The spec's loader executes the module and then changes it.
 
-        The loader keeps its class and its interface.
+        The spec's loader stays the same object, of which only `exec_module` is replaced.
         """
         action = self.actions.get(name)
         if action is None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+import re
 import typing
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, TypeVar
@@ -87,6 +88,28 @@ AllowUnpatched = Annotated[
 ]
 
 
+def argument_texts(docstring: str) -> dict[str, str]:
+    """Return the text of each argument in a docstring's `Args:`, on one line, by the argument's
+    name. The result is {} for a docstring without such a part."""
+    part = re.search(
+        r"^Args:\n(.*?)(?:^\S|\Z)", inspect.cleandoc(docstring), re.DOTALL | re.MULTILINE
+    )
+    if part is None:
+        return {}
+    matches = re.findall(
+        r"^    (\w[\w, ]*): (.*?)(?=^    \w[\w, ]*: |\Z)", part[1], re.DOTALL | re.MULTILINE
+    )
+    texts = {}
+    for name, text in matches:
+        texts[name] = " ".join(text.split())
+    return texts
+
+
+def first_sentence(text: str) -> str:
+    """Return the first sentence of a text on one line, without its full stop."""
+    return re.split(r"\.(?= [A-Z\"\[]|$)", text, maxsplit=1)[0]
+
+
 def add_flags(function: Callable[..., T]) -> Callable[..., T]:
     """Return the function with another signature for typer, in which one parameter for each setting
     replaces `**settings`. typer makes a flag of each parameter. The function itself is changed, not
@@ -101,19 +124,27 @@ def add_flags(function: Callable[..., T]) -> Callable[..., T]:
         if parameter.kind is not inspect.Parameter.VAR_KEYWORD:
             arguments.append(parameter)
     hints = typing.get_type_hints(StreamConfig)
+    texts = argument_texts(StreamConfig.__doc__ or "")  # none under python -OO
     flags = []
     for name in CONFIG_FIELDS:
         flag = name.replace("_", "-")
         default = getattr(LAUNCH_DEFAULTS, name)
-        help_text = f"StreamConfig's {name} (default: {default!r})"
+        help_text = f"{first_sentence(texts.get(name, name))} (default: {default!r})"
         if bool in (hints[name], *typing.get_args(hints[name])):
             kind: Any = Annotated[
                 bool | None,
                 typer.Option(f"--{flag}/--no-{flag}", help=help_text, rich_help_panel="Settings"),
             ]
         else:
+            if typing.get_origin(hints[name]) is Literal:
+                values = "|".join(typing.get_args(hints[name]))
+            else:
+                values = "VALUE"
             kind = Annotated[
-                str | None, typer.Option(f"--{flag}", help=help_text, rich_help_panel="Settings")
+                str | None,
+                typer.Option(
+                    f"--{flag}", help=help_text, rich_help_panel="Settings", metavar=values
+                ),
             ]
         flags.append(
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)

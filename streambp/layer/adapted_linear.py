@@ -38,18 +38,20 @@ HIGH_PART_STRIDE = 2  # every other part of [hi, lo, hi] is the high one
 
 
 class Factor(NamedTuple):
-    """A LoRA matrix [rank, m], split into matrices in the dtype of the matrix products.
+    """A LoRA matrix [rank, m] as right operand of matrix products, in the dtype of the products.
 
-    A float32 matrix becomes two bfloat16 matrices: hi, the rounded values, and lo, the rounding
-    errors.
+    Products in half precision keep the precision of wider operands. An operand is the sum of hi,
+    its rounded values, and lo, its rounding errors. The left operand (`left_operand`) has columns
+    hi, lo, hi, and `stack` has rows hi, hi, lo. One product thus adds hi @ hi, lo @ hi and hi @ lo.
 
     Attributes:
         stack: [parts * rank + bias rows, m]: the parts one below the other, then the biases as
             rows.
         rank: the adapter's rank; for concatenated adapters the sum of their ranks.
-        parts: number of [rank, m] matrices in `stack`. 1: [hi], for products in float32 or wider.
-            2: [hi; hi], for a matrix in half precision, where the second hi is multiplied by the
-            other operand's rounding errors. 3: [hi; hi; lo] for a float32 matrix.
+        parts: number of [rank, m] matrices in `stack`. 1: the matrix, for products in float32 or
+            wider. 2: hi twice, for a matrix that is in the products' half-precision dtype already
+            and has no lo. 3: hi, hi and lo, for a matrix in another dtype (float32) than the
+            products' half precision.
     """
 
     stack: Tensor
@@ -151,8 +153,9 @@ class AdaptedLinearArguments:
         b: the B matrices of all adapters, transposed [rank, out] and multiplied by their scales,
             with the biases as further rows.
         scales: scales of each adapter.
-        value: the saved output [..., out], returned as a view. None: compute the output. A slice:
-            compute these rows only; all other rows are NaN. `UNREAD_OUTPUT` is the empty slice.
+        value: the saved output [..., out], returned as a view. None: compute the output. A slice,
+            if no code reads the output: compute only these rows, to compare them with forward; all
+            other rows are NaN. `UNREAD_OUTPUT` is the empty slice.
         add: callback for backward: gets two matrices [out, n] and [n, in], and adds their product
             to the sum of the weight's gradient over chunks. None: autograd returns the gradient.
         decode: returns a quantized base weight in the compute dtype, so that backward needs no
@@ -174,7 +177,8 @@ class AdaptedLinearArguments:
 
 def thin_product(x: Tensor, factor: Factor) -> Tensor:
     """Return x times the transpose of a LoRA matrix: [n, rank] in promote_types(x.dtype, float32).
-    The products with rounded values and with rounding errors are added.
+    If `factor` has the matrix's rounded values and its rounding errors, the products of x with both
+    are added.
 
     Args:
         x: [n, m], in the dtype of the factor.
@@ -234,7 +238,7 @@ def join_factors(factors: list[Factor]) -> Factor:
     `thin_product` computes x A^T for all Linears at once.
 
     Args:
-        factors: the A matrices of each Linear, all with the same number of parts.
+        factors: the A matrices of each Linear, all with the same `Factor.parts`.
     """
     high = [factor.distinct_rows[: factor.rank] for factor in factors]
     low = [factor.distinct_rows[factor.rank :] for factor in factors if factor.parts == 3]
@@ -244,14 +248,14 @@ def join_factors(factors: list[Factor]) -> Factor:
 
 @dataclasses.dataclass
 class SharedInputState:
-    """Values of one call that several LoRA Linears with the same input x [..., in] share.
+    """Values that several LoRA Linears share while they are called with the same input x [..., in].
 
     Query, key and value projections read the same x, and so do gate and up projections. One product
     computes x A^T for all Linears, and another one the gradients of all A. Each Linear's backward
     adds its dx to one sum; the backward of `SharedInput` runs last and returns this sum.
 
     Attributes:
-        factors: A of each Linear, all with the same number of parts.
+        factors: A of each Linear, all with the same `Factor.parts`.
         joined: the A of all Linears as one factor.
         needs_x: True if x needs a gradient.
         products: x A^T of all Linears, [n, sum of ranks]; None: not yet computed, or already freed
@@ -286,22 +290,29 @@ class SharedInputState:
         return products[:, start : start + self.factors[index].rank]
 
     def read(self, rows: Tensor) -> None:
-        """Compute x A^T for all Linears from their input `rows`, x [n, in], and store it in
-        `products`."""
+        """Compute x A^T for each Linear from the common input x, and store the results in
+        `products`, [n, sum of ranks]. A [rank, in] and B are the LoRA matrices of a Linear, which
+        add (x A^T) B^T to the Linear's output.
+
+        Args:
+            rows: x, [n, in].
+        """
         self.readers = len(self.factors)
         self.products = thin_product(rows, self.joined)
 
     def collect(
         self, index: int, product_gradient: Tensor, flat: Tensor, weight: Tensor | None
     ) -> None:
-        """Add one Linear's part of the gradient of x, flat [n, out] @ weight, to `total`. Store the
-        Linear's gradient of x A^T for `SharedInput.backward`. The Linear's backward calls this
-        method.
+        """Add `flat` @ `weight` to the attribute `total`, the sum of the Linears' gradients of x
+        [n, in], if x needs a gradient. Store `product_gradient` for `SharedInput.backward`, which
+        adds the adapters' part to `total`. The backward of each Linear calls this method.
 
         Args:
-            index: the Linear's index in `factors`.
-            product_gradient: the gradient of x A^T, where A is the Linear's LoRA matrix, as
-                returned by `left_operand`: [n, rows of A's `Factor.stack`].
+            index: the Linear's index in the attribute `factors`, a list with the LoRA matrix A
+                [rank, in] of each Linear.
+            product_gradient: the gradient of x A^T [n, rank], as 1 to 3 blocks of `rank` columns,
+                `factors[index].parts` in number. A single block has the values. Several blocks have
+                rounded values, rounding errors, and the rounded values once more.
             flat: gradient of the Linear's output, [n, out].
             weight: the Linear's weight [out, in]; None: x needs no gradient.
         """
@@ -565,10 +576,10 @@ def _adapter_gradients(
         of_a: gradients of all A of the Linear, one below the other, [rank, in]; None: no A needs a
             gradient, or `SharedInput` computes the gradients of A.
         flat: gradient of the Linear's output, [n, out].
-        thin_parts: x A^T from `_thin_operand`, [n, parts * rank + bias rows]. There are 1 to 3
-            parts, `work.b.parts`, of `rank` columns each: rounded values, rounding errors, rounded
-            values again. A column of ones follows for each row of biases in `work.b.stack`; these
-            columns are not read.
+        thin_parts: x A^T [n, rank] from `_thin_operand`, as 1 to 3 blocks of `rank` columns,
+            `work.b.parts` in number. A single block has the values. Several blocks have rounded
+            values, rounding errors, and the rounded values once more. The third block is not read
+            here. Columns of ones for biases follow, and are not read either.
     """
     of_b: Tensor | None = None
     if any(needs[1::3]):

@@ -59,6 +59,7 @@ from streambp.layer.expert_adapters import (
     expert_kinds,
     read_experts,
 )
+from streambp.layer.float8_linears import CastOnce
 from streambp.layer.products import (
     ADAPTATION_ATTRIBUTE,
     TENSOR_TYPES,
@@ -77,6 +78,7 @@ from streambp.offload.decoded_weights import (
     decoded_weight,
     has_packed_weight,
 )
+from streambp.tensors import memory_state
 
 PARAMETERS_ATTRIBUTE = MODULE_TABLES[0]
 # float16 is left out: rounding errors of its parts would underflow
@@ -236,7 +238,7 @@ def _why_not(
         if any(getattr(inner, table) for table in MODULE_HOOKS):
             return "there are hooks inside it"
         forward = vars(inner).get(FORWARD)
-        if forward is not None and not isinstance(forward, DecodedLinear):
+        if forward is not None and not isinstance(forward, DecodedLinear | CastOnce):
             return "the forward of a module inside it is another's"
     packed = has_packed_weight(base)
     if not packed and not (computes_plainly(base) and type(base.weight) in TENSOR_TYPES):
@@ -284,17 +286,6 @@ def bytes_of(factors: Iterable[Factors]) -> int:
         for cached in of_linear.values():
             total += cached.factor.stack.nbytes
     return total
-
-
-def _state(tensor: Tensor | None) -> tuple[Any, ...]:
-    """Return values that change if a tensor [...] gets other memory or is written to in place; ()
-    for None. A factor that is computed from the tensor stays cached until the values change. A
-    parameter and a detached alias of the parameter have the same values."""
-    if tensor is None:
-        return ()
-    version = None if tensor.is_inference() else tensor._version
-    storage = tensor.untyped_storage()._cdata
-    return storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, version
 
 
 def _decodes(base: Any, x: Tensor) -> bool:
@@ -348,8 +339,8 @@ class Adaptation:
         Args:
             x: [..., in].
             value: the saved output [..., out], returned as a view. None: compute the output. A
-                slice: compute these rows only; all other rows are NaN. `UNREAD_OUTPUT` is the empty
-                    slice.
+                slice, if no code reads the output: compute only these rows, to compare them with
+                forward; all other rows are NaN. `UNREAD_OUTPUT` is the empty slice.
             add: callback for backward: gets two matrices [out, n] and [n, in], and adds their
                 product to the sum of the weight's gradient over chunks. None: autograd returns the
                 gradient.
@@ -474,8 +465,8 @@ class Adaptation:
             dtype: dtype of the matrix products.
             masks: dropout mask [n, in] of each adapter's input, from `_mask`; None: no dropout.
             value: the saved output [..., out], returned as a view. None: compute the output. A
-                slice: compute these rows only; all other rows are NaN. `UNREAD_OUTPUT` is the empty
-                    slice.
+                slice, if no code reads the output: compute only these rows, to compare them with
+                forward; all other rows are NaN. `UNREAD_OUTPUT` is the empty slice.
             add: callback for backward: gets two matrices [out, n] and [n, in], and adds their
                 product to the sum of the weight's gradient over chunks. None: autograd returns the
                 gradient.
@@ -561,7 +552,7 @@ class Adaptation:
             tensors: the tensors from which `make` computes the factor; None for missing ones.
             make: computes the factor.
         """
-        state = list(map(_state, tensors))
+        state = list(map(memory_state, tensors))
         cached = self.factors.get(key)
         if cached is not None and cached.state == state:
             return cached.factor

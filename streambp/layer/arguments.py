@@ -175,6 +175,12 @@ class Arguments:
         self._parts: dict[tuple[int, int], dict[str, Any]] = {}
         self._documents: Documents | None = None
 
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of the tensors among the arguments, in a call with gradients."""
+        storages = {tensor.untyped_storage()._cdata: tensor for _, tensor, _ in self.versions}
+        return sum(tensor.nbytes for tensor in storages.values())
+
     def add_documents(self, documents: Documents) -> None:
         """Add document boundaries of packed rows to the layer's arguments, so that the layer's
         attention and state kernels keep the documents separate. Called if the caller passed no

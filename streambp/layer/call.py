@@ -274,8 +274,8 @@ class LayerParts:
 
     @classmethod
     def find(cls, layer_state: LayerState, layer: nn.Module) -> LayerParts:
-        """Return the facts about a layer: its unpatched forward, configs, indexers, hooks and
-        checkpointed modules."""
+        """Return the facts about `layer`: its unpatched forward, configs, indexers, hooks and
+        checkpointed modules. Some of them are cached in `layer_state`, the layer's state."""
         hooks, checkpointed = find_disabled_parts(layer)
         return cls(
             layer_state.forward,
@@ -314,8 +314,8 @@ class BackwardState:
 
     Attributes:
         training: True if the layer was in training mode in forward.
-        gradients_of_a_parameter: number of terms in the sum of each parameter's gradient: one for
-            each chunk; two for each chunk if the layer is differentiated in two halves.
+        gradients_of_a_parameter: number of terms in the sum of each parameter's gradient. One for
+            each chunk; two if the layer's code before and after attention is differentiated apart.
         parameters: the layer's trainable parameters at the start of the call.
         needs_grad: pair, set by the autograd Function's forward: True if hidden_states need a
             gradient, and a list with the same flag for each argument that requires a gradient.
@@ -480,8 +480,8 @@ class LayerCall:
 
     def unread_key(self, linears: Iterable[str], needs_input: bool) -> tuple[Any, ...]:
         """Return this call's key in the dict `LayerTests.unread`, whose values are the Linears with
-        outputs that backward can skip. A test run finds these Linears once for all calls with the
-        same key: the same form of arguments, needed gradients, autocast state and tested lengths.
+        outputs that backward can skip. A test run finds these Linears once for each key: form of
+        arguments, Linears, needed gradients, autocast state, and ends of the test run's chunks.
 
         Args:
             linears: names of the layer's Linears.
@@ -518,7 +518,7 @@ class LayerCall:
 
         Returns:
             A callback (name, tensor) for the last chunk, which records or compares q, k, v and the
-            inputs of saved Linear outputs. None for other chunks, or if comparison is disabled.
+            inputs of Linears with saved outputs. None for other chunks, or if comparison is off.
         """
         witness = self.backward.witness
         if witness is None:
@@ -564,8 +564,8 @@ class LayerCall:
             else NULL_CONTEXT,
             silence_engine_hooks(hooks) if hooks else NULL_CONTEXT,
             recorded as self.form.collected,
-            decode_once(self.layer_state.packed_weights)
-            if self.layer_state.packed_weights
+            decode_once(self.layer_state.replaced_forwards)
+            if self.layer_state.replaced_forwards
             else NULL_CONTEXT,
             fuse_adapters(self.layer_state.adapters, self.backward.factors)
             if self.layer_state.adapters

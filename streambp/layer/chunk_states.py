@@ -66,14 +66,14 @@ class CrossChunkState:
         return states
 
     def add_state_gradients(self, plan: ChunkPlan, chunk: Chunk, grads: States) -> None:
-        """Add the gradients of a chunk's start states to `upstream`, the gradients of the end
-        states of the chunk from which it continues.
+        """Add the gradients of a chunk's start states to `upstream`, as gradients of the end states
+        of its predecessor. The predecessor is the chunk whose end states are the start states.
 
-        Several chunks may follow the same chunk, if documents of a packed row share a prefix.
+        Several chunks may have the same predecessor, if documents of a packed row share a prefix.
         Gradients from these chunks are summed in promote_types(dtype, float32).
 
         Args:
-            plan: the chunks, with the chunk from which each one continues.
+            plan: the chunks, with each chunk's predecessor.
             chunk: the chunk.
             grads: gradients of the chunk's start states, by `StateKey`; {}: nothing is added.
         """

@@ -72,10 +72,11 @@ Multiply = Callable[[Tensor, Tensor], Tensor]
 class FactoredWeight(Tensor):
     """A weight with LoRA adapters, folded = base + sum of scale * left @ right over the adapters,
     [E, n, m] of all experts or [n, m] of one expert. Backward computes gradients of the factors
-    left and right, and none of the weight.
+    left and right, and none of the weight. Shapes below are without E for one expert.
 
     Attributes:
-        folded: the sum, [E, n, m], without a graph.
+        folded: the sum, [E, n, m], without a graph. The forward of a product reads this sum, and
+            not the factors.
         left_factor: [E, n, r], the left factors of all adapters, side by side; r: the sum of ranks.
         right_factor: [E, r, m], the right factors of all adapters, one below the other.
         scales: (rank, scale) of each adapter, in the order of the factors.
@@ -101,14 +102,17 @@ class FactoredWeight(Tensor):
         scales: list[tuple[int, float]],
         tell: Callable[[str], None],
     ) -> FactoredWeight:
-        """Return a weight [E, n, m] or [n, m].
+        """Return a `FactoredWeight` of all E experts, [E, n, m], or of one expert, [n, m]. r is the
+        sum of the adapters' ranks.
 
         Args:
-            folded: the sum of the weight and its adapters, [E, n, m] or [n, m].
-            left_factor: [E, n, r] or [n, r].
-            right_factor: [E, r, m] or [r, m].
-            scales: (rank, scale) of each adapter.
-            tell: the attribute `record_operation`.
+            folded: [E, n, m] or [n, m], the frozen weight plus scale * left @ right of each
+                adapter. The forward of a product reads this sum, and not the factors.
+            left_factor: left of all adapters side by side, [E, n, r] or [n, r].
+            right_factor: right of all adapters one below the other, [E, r, m] or [r, m].
+            scales: (rank, scale) of each adapter, in the order of the factors.
+            tell: callback for the attribute `record_operation`: gets the name of an operation that
+                is no product.
         """
         weight = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             FactoredWeight,
@@ -154,7 +158,8 @@ class FactoredWeight(Tensor):
         return self.part(self.folded[index], left_factors[index], right_factors[index])
 
     def swap_dims(self) -> FactoredWeight:
-        """Return the weight with its last two dimensions swapped."""
+        """Return a `FactoredWeight` with the last two dimensions of this weight swapped, for
+        transpositions and F.linear."""
         return self.part(self.folded.mT, self.right_factor.mT, self.left_factor.mT)
 
     @classmethod
@@ -305,15 +310,16 @@ class UnfactoredWeight(torch.autograd.Function):
 
 
 def _refuse_without_graph(values: tuple[Any, ...], func: Any) -> None:
-    """Raise if an operation that runs with gradients off has an adapted weight that was made with
-    gradients on among its arguments. The weight's adapters would get no gradient.
+    """Raise if a `FactoredWeight` that must give gradients to its adapters (`needs_graph`) is among
+    the arguments of an operation. Called for operations in no_grad mode, whose results have no
+    graph to the adapters.
 
     Args:
         values: the operation's arguments.
         func: the operation, named in the error.
 
     Raises:
-        UnsupportedModelError: one of the values is such a weight.
+        UnsupportedModelError: one of the values is a `FactoredWeight` with `needs_graph`.
     """
     if any(isinstance(value, FactoredWeight) and value.needs_graph for value in values):
         name = getattr(func, "__name__", str(func))
@@ -344,7 +350,8 @@ def _replace_weights(value: Any, operation: str) -> Any:
 
 def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return an operation's result, computed from the parts of its `FactoredWeight`. Return
-    NotImplemented if the operation is no supported product, index or transposition.
+    NotImplemented if the operation is no supported product, index or transposition. The caller then
+    runs the operation on plain tensors.
 
     Args:
         func: the operation, a function of torch.
@@ -371,7 +378,8 @@ def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _select_experts(weight: FactoredWeight, index: Any) -> Any:
     """Return `weight[index]` as a `FactoredWeight`: one expert's [n, m] for a number, several
-    experts' [k, n, m] for a tensor [k] of numbers. NotImplemented for any other index."""
+    experts' [k, n, m] for a tensor [k] of numbers. NotImplemented for any other index; the plain
+    weight is then indexed."""
     if weight.dim() != 3:
         return NotImplemented
     if type(index) is int:
@@ -394,8 +402,8 @@ def _linear(x: Any, weight: Any, bias: Any = None) -> Any:
 
 
 def _product(a: Any, b: Any) -> Any:
-    """Return a @ b of a `FactoredWeight` and a tensor, in either order; NotImplemented for shapes
-    that `ExpertProduct` does not support."""
+    """Return a @ b of a `FactoredWeight` and a tensor, in either order. NotImplemented for shapes
+    that `ExpertProduct` does not support; the product then runs on plain tensors."""
     weight_first = isinstance(a, FactoredWeight)
     weight, x = (a, b) if weight_first else (b, a)
     if isinstance(x, FactoredWeight) or x.dim() < 2:
@@ -418,18 +426,20 @@ def _product(a: Any, b: Any) -> Any:
 
 
 def _multiply_left(x: Tensor, weight: Tensor) -> Tensor:
-    """Return weight [..., n, m] @ x [..., m, k]."""
+    """Return weight [..., n, m] @ x [..., m, k]: `ProductRule.multiply` of a product whose left
+    operand is the weight."""
     return torch.matmul(weight, x)
 
 
 def _sum_products(a: Tensor, b: Tensor) -> Tensor:
-    """Return the sum of a [..., m, tokens] @ b [..., tokens, n] over the leading dimensions."""
+    """Return the sum of a [..., m, tokens] @ b [..., tokens, n] over the leading dimensions. This
+    is a factor's gradient (`ProductRule.gather`) if tokens have more dimensions than the weight."""
     return a.mT.flatten(0, -2).mT @ b.flatten(0, -2)
 
 
 def _multiply_groups(func: Any, x: Any, weight: Any, kwargs: dict[str, Any]) -> Any:
-    """Return the products of each expert's rows of x with the expert's weight, [n, out];
-    NotImplemented for unsupported arguments.
+    """Return the products of each expert's rows of x with the expert's weight, [n, out].
+    NotImplemented for unsupported arguments; grouped_mm then gets the plain weight.
 
     Args:
         func: torch's grouped_mm.
@@ -455,8 +465,8 @@ class LoraParameter:
         module: peft's module around the experts, or around another such module.
         why: the reason to call peft's own forward in every call; None: a `FactoredWeight` may
             replace the parameter.
-        why_in_call: the reason why peft's forward ran in the last call, or why its backward
-            computes the gradient of all experts' weight; None: neither was necessary.
+        why_in_call: text about the last call: the reason why peft's forward ran, or the operation
+            whose backward computes the gradient of the full weight. None: neither is the case.
     """
 
     module: Any
@@ -465,12 +475,13 @@ class LoraParameter:
 
     @property
     def can_be_fused(self) -> bool:
-        """Return False: the module is no Linear, so its output is neither saved nor skipped."""
+        """Return False. `LayerState.linears` reads this property to find Linears with adapters
+        whose outputs may be saved or skipped, and experts are no Linears."""
         return False
 
     def record_operation(self, operation: str) -> None:
-        """Record, for `describe`, that the experts' code ran an operation that is no product. Its
-        backward computes the gradient of all experts' summed weight."""
+        """Record, for `describe`, that the experts' code ran an operation that is no product. The
+        operation's backward computes the gradient of the full weight of all experts."""
         self.why_in_call = f"{operation} needs the weight's whole gradient"
 
 
@@ -535,7 +546,7 @@ def _why_not(module: Any, names: list[str]) -> str | None:
 
 @dataclasses.dataclass(eq=False)
 class PlainWeight:
-    """A parameter of experts, in the place of which the experts can read another tensor.
+    """A parameter of experts, and the means to let the experts read another tensor in its place.
 
     Attributes:
         module: the experts.
@@ -547,7 +558,8 @@ class PlainWeight:
 
     @property
     def source(self) -> Tensor:
-        """Return the parameter [E, n, m]. A `PackedWeight` has packed bytes here."""
+        """Return the parameter [E, n, m]. The class for 4-bit weights, `PackedWeight`, returns its
+        packed bytes instead."""
         parameter: Tensor = self.module._parameters[self.name]
         return parameter
 
@@ -557,8 +569,8 @@ class PlainWeight:
         return self.source.dtype
 
     def value(self) -> Tensor:
-        """Return the parameter [E, n, m] without a copy. A `PackedWeight` decodes its bytes
-        here."""
+        """Return the parameter [E, n, m] without a copy. The class for 4-bit weights,
+        `PackedWeight`, returns a decoded copy instead."""
         return self.source
 
     @contextlib.contextmanager
@@ -611,8 +623,8 @@ class FactoredExperts:
 
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the experts' output for x [..., in] and the experts' further arguments, `args` and
-        `kwargs`. If `lora_parameter.why_in_call` is set by this call, or `adapter_names` is passed,
-        peft's own forward runs."""
+        `kwargs`. Run peft's own forward if `adapter_names` is passed, or if no `FactoredWeight` can
+        replace the weight in this call, for the reason in `lora_parameter.why_in_call`."""
         module = self.lora_parameter.module
         weight = stored_weight(module)
         assert weight is not None
@@ -681,7 +693,7 @@ def _why_not_in_call(module: Any, weight: PlainWeight | PackedWeight) -> str | N
 
 def folded_weight(module: Any, base: Tensor, adapters: list[str]) -> Tensor:
     """Return the sum of a weight and its adapters [E, n, m], computed with the operations of peft,
-    so that the bits are the same.
+    so that the sum is bitwise equal to peft's.
 
     Args:
         module: peft's module.
@@ -699,8 +711,9 @@ def folded_weight(module: Any, base: Tensor, adapters: list[str]) -> Tensor:
 
 
 def _pad_rank(left_factor: Tensor, right_factor: Tensor) -> tuple[Tensor, Tensor]:
-    """Return contiguous factors [E, n, r'] and [E, r', m] with rows of zeros up to the rank that
-    grouped_mm reads. The product of left [E, n, r] and right [E, r, m] is unchanged."""
+    """Return left [E, n, r] and right [E, r, m] as contiguous factors [E, n, r'] and [E, r', m],
+    padded with zeros along the rank. Rows of r' entries have a multiple of `ROW_ALIGNMENT_BYTES`
+    bytes, as grouped_mm needs. The product of both factors is unchanged."""
     ranks = ROW_ALIGNMENT_BYTES // left_factor.element_size()
     extra_ranks = -left_factor.shape[-1] % ranks
     if extra_ranks:

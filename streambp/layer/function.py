@@ -59,7 +59,7 @@ class Strategy:
             the `BackwardPass`.
         run_unchunked: runs the unpatched layer under a checkpoint, for a call that cannot be split
             into chunks. Function of the layer's state, positional arguments, keyword arguments and
-            a report with the reason; returns the layer's result.
+            a `CallReport` with the reason against chunks; returns the layer's result.
     """
 
     make: Callable[[LayerState, Arguments], Any]
@@ -91,6 +91,7 @@ def run_forward(call: LayerCall, keep: bool) -> tuple[Tensor, ...]:
         saved.find_products()
         if saved.cost_recorder is not None:
             saved.cost_recorder.record_chunk()
+            saved.cost_recorder.arguments = call.arguments.nbytes
         call.backward.witness = layer_state.witness(call.hidden_states, call.autocast)
     seeing = call.record_inputs() if keep else NULL_CONTEXT
     with torch.no_grad(), call.prepare_layer(keeps_factors=keep), seeing:
@@ -180,8 +181,8 @@ def _forward_chunk(
         hidden_chunk: the chunk's input, [..., B, C, h].
         chunk: the chunk's range of positions.
         states: the recurrent states at the chunk's start.
-        original: the chunk's input as before the layer's forward, which may overwrite
-            `hidden_chunk`.
+        original: the chunk's input: a copy if the layer's forward overwrites `hidden_chunk` and
+            backward needs the input, else `hidden_chunk` itself.
         is_retry: True if the chunk is computed a second time, after running out of memory.
     """
     saved = call.saved
@@ -237,16 +238,17 @@ class BackwardPass:
         parameters: the number of distinct trainable parameters.
         of_output: gradient of the output hidden_states [..., B, T, h]; None: the loss does not
             depend on this output.
-        of_extras: gradients of the layer's other outputs; None: the loss does not depend on the
-            output.
+        of_extras: dict from the `OutputSlot` of each other output to the output's gradient; None:
+            the loss does not depend on the output.
 
     Attributes:
         needs_input: True if the input hidden_states needs a gradient.
         needs_arguments: a flag per argument that requires a gradient: True if the gradient is
             needed in this backward.
-        hidden_states: the buffer [..., B, T, h] for the gradient of the input hidden_states; None:
-            no gradient is needed, or the only chunk has not set it yet. The buffer may be that of
-            the incoming gradient: a chunk's part is overwritten after its last read.
+        hidden_states: the buffer [..., B, T, h] for the gradient of the input hidden_states. None
+            if no gradient is needed, or if the only chunk's gradient is not computed yet. The
+            buffer may be that of the incoming gradient: a chunk's part is overwritten after its
+            last read.
         sums: sums of the parameters' gradients over the chunks.
         shadows: detached aliases that replace the layer's trainable parameters.
     """
@@ -324,9 +326,9 @@ class BackwardPass:
             gradients: gradient of hidden_states [..., B, C, h] first, if needed, then of the
                 arguments with a needed gradient; None: the chunk's outputs do not depend on the
                 input.
-            accumulate: True: add to this chunk's earlier gradient of hidden_states, because the
-                layer is differentiated in two halves. False: overwrite the chunk's part of the
-                buffer.
+            accumulate: True: add to this chunk's earlier gradient of hidden_states. This is for a
+                layer that is differentiated in two parts, first behind its attention and then up to
+                it. False: overwrite the chunk's part of the buffer.
         """
         first, *gradients = gradients if self.needs_input else (None, *gradients)
         if self.needs_input and self.sums.is_single_chunk:
@@ -386,7 +388,8 @@ class StreamedLayer(torch.autograd.Function):
         Args:
             strategy: functions that compute the layer's forward and backward.
             call: the call of the layer.
-            parameters: the layer's trainable parameters, by which backward finds them.
+            parameters: the modules and names of the layer's trainable parameters, from which
+                backward reads the parameters again.
             hidden_states: the layer's input [..., B, T, h].
             graded_inputs: the arguments with requires_grad, then the parameters, for autograd only.
                 The values are read from `call` and from the layer's modules.
@@ -514,7 +517,7 @@ def run_backward(find_unread: FindUnread, call: LayerCall, work: BackwardPass) -
     Args:
         find_unread: function of the call, the layer's Linears by name, and a flag, True if the
             input needs a gradient. Returns the Linears whose outputs backward never reads, found by
-            a test run. Called once for each kind of call.
+            a test run. Called once for all calls with the same `LayerCall.unread_key`.
         call: the layer call.
         work: contains the gradients of the layer's outputs, and receives the gradients of its
             inputs and parameters.
@@ -654,8 +657,8 @@ def _differentiate(
         x: [..., B, C, h], the chunk's hidden_states.
         states: the recurrent states that the chunk starts from.
         of_states: the gradients of the chunk's end states.
-        is_retry: True in a retry after running out of memory: terms that the first attempt added to
-            sums are not added again.
+        is_retry: True in a retry after running out of memory: gradients that the first attempt
+            added to sums over chunks are not added again.
     """
     if call.attempt is not RUN_ONCE:
         work.sums.begin(is_retry)

@@ -65,14 +65,15 @@ NO_HOOKS: contextlib.AbstractContextManager[AbstractSet[HookKey]] = contextlib.n
 def begin_backward(ctx: Any) -> tuple[LayerCall, Parameters]:
     """Check that backward may run, and return the layer call and its parameters. The call is
     removed from `ctx`, so that a second backward raises: backward frees the saved tensors. A new
-    snapshot of the layer is stored in `call.snapshot`.
+    snapshot of the layer is compared with that of forward, and stored in `call.snapshot`.
 
     Args:
-        ctx: the autograd context of `StreamedLayer`, which stores both since forward.
+        ctx: the autograd context of `StreamedLayer`, which stores call and parameters since
+            forward.
 
     Raises:
-        BackwardError: this is the second backward, second derivatives are wanted, or a value
-            changed since forward.
+        BackwardError: this is the second backward, second derivatives are wanted, or the layer, its
+            input or another argument changed since forward.
     """
     call, ctx.call = ctx.call, None
     if call is None:
@@ -136,12 +137,13 @@ LEAF_NODE_TYPE = getattr(torch._C._functions, ACCUMULATE_GRAD)
 
 
 class GraphMarker:
-    """Object that the autograd node at a layer's input references, the node that backward reaches
-    last. The object is alive while any code holds a part of the layer's graph.
+    """Object that marks one autograd graph of a layer. The graph's first node references the
+    object. This node is at the layer's input, and backward reaches it last. The object is thus
+    alive while any code holds a part of the graph.
 
     Attributes:
-        trying: False after a test of the layer on random tokens, for the graphs of this test. The
-            first node of such a graph raises if a gradient arrives. True for all other graphs.
+        trying: False if the graph is from a test of the layer on random tokens that has ended. The
+            graph's first node then raises if a gradient arrives. True for all other graphs.
     """
 
     trying = True
@@ -216,7 +218,8 @@ class Graph:
 
 def can_keep_graph(call: LayerCall) -> bool:
     """True if the autograd graph of this call may stay from forward to backward, so that nothing is
-    recomputed. [Note: kept graphs]"""
+    recomputed. For example, the call must have one chunk, no autocast and no recurrent states.
+    [Note: kept graphs]"""
     layer_state = call.layer_state
     hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
     return not (
@@ -303,7 +306,8 @@ def refuse_other_leaves(
 
 
 def nodes_behind(outputs: Iterable[Tensor]) -> list[Any]:
-    """Return all autograd nodes of the graph that computed these tensors [...], each node once."""
+    """Return all autograd nodes of the graph that computed these tensors [...], each node once,
+    from the tensors' own nodes to the leaves."""
     nodes: list[Any] = list(
         dict.fromkeys(output.grad_fn for output in outputs if output.grad_fn is not None)
     )
@@ -333,9 +337,10 @@ def find_other_leaf(outputs: Iterable[Tensor], differentiated: Iterable[Tensor])
 
 
 def dependence_message(leaf: Tensor) -> str:
-    """Return text, for an error or as the reason to run unchunked, about a layer whose output
-    depends on a foreign tensor [...], neither its parameter nor its argument. Chunks would lose the
-    tensor's gradient. The text includes the remedy for FSDP1's flat parameter."""
+    """Return text on a layer whose output depends on `leaf` [...], neither a parameter nor an
+    argument of the layer. The text is for an error, or is the reason to run unchunked, because
+    chunks would lose the gradient of `leaf`. The text includes a remedy if `leaf` is FSDP1's flat
+    parameter."""
     flat = (
         ": FSDP1 keeps the layer's parameters in it. Use FSDP2 (fully_shard; fsdp_version: 2 in "
         "accelerate's config), DeepSpeed ZeRO or DDP."

@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import ParametrizationList
 
 from streambp.attention.backend import KernelUse, SdpaComparison
 from streambp.attention.interface import InterfaceAttention, NoAttention
@@ -25,7 +24,8 @@ from streambp.foreign import has_compiled_parts
 from streambp.instance_forward import StepOwner
 from streambp.layer.adapters import LoraModules, keep_reasons, lora_modules_of
 from streambp.layer.choices import ReplayedChoices
-from streambp.layer.packed_experts import packed_weights
+from streambp.layer.float8_linears import CastOnce
+from streambp.layer.packed_experts import DecodedOnce, replaced_forwards
 from streambp.layer.products import UnreadInHalves, UnreadProducts, has_global_hooks, plain_linears
 from streambp.layer.recompute import NULL_CONTEXT, Autocast
 from streambp.layer.witness import (
@@ -92,15 +92,15 @@ class TrialResult:
         is_tested: True if the decision between chunks and an unchunked run has been made for these
             calls.
         reason: the reason why calls of this kind run unchunked; None: they run in chunks.
-        searched_for_writes: the autocast states under which a test has searched the forward for in-place
-            writes, so that no other test has to.
+        searched_for_writes: the autocast states under which a test has searched the forward for
+            in-place writes, so that no other test has to.
         tested_lengths: dict from chunk size to the longest sequence length, in tokens, that needs
-            no further test. `ANY_CHUNK_SIZE` is the key for all other chunk sizes. None: no test
-            ran.
+            no further test. The key `ANY_CHUNK_SIZE` has the length for all chunk sizes that are no
+            keys of the dict. None: no test ran.
         adopted: True if the results were copied from calls of the layer with fewer hooks, without a
             test.
-        doubts: number of failed tests whose reason may be temporary, such as an exception. Each of
-            these calls ran unchunked, and the next call is tested again.
+        doubts: number of failed tests whose reason may be temporary, such as an exception. A call
+            with such a test runs unchunked, and the next call is tested again.
     """
 
     is_tested: bool = False
@@ -148,8 +148,8 @@ class LayerKind:
     chunk. [Note: carriers]
 
     Attributes:
-        attention: passes keys and values to later chunks; an instance of `NoAttention` itself for a
-            layer without attention.
+        attention: passes keys and values to later chunks; an instance of the base class
+            `NoAttention` if the layer has no attention.
         states: passes recurrent states to later chunks; `states.carries` is False for a layer
             without such states.
         position_cache: name of the argument for a cache that the layer asks only for the number of
@@ -249,11 +249,11 @@ class LayerTests:
         differing: paths of values that the forward stores, and that differ in chunks from those of
             an unchunked run; found in tests of any kind of call. [Note: kept values]
 
-    A test runs the layer's hooks. A hook that accumulates values would then keep the test's tokens
-    and gradients. A hook that only reads values cannot change the result of a test. After
-    `warm_up`, new hooks are therefore watched instead of tested. Forward checks that a hook does
-    not modify values, and backward checks that a hook keeps no graph. If a hook does either, the
-    step ends with an error, and the layer is tested with the hook from then on.
+    Hooks that are registered after `warm_up` are not tested. A test would run them on random
+    tokens, and a hook that collects values would store the test's values. Instead, the forward of a
+    training step checks that a new hook modifies no value, and the backward that the hook keeps no
+    graph. If a hook does either, the step ends with an error, and the layer is tested with the hook
+    from then on. A hook that does neither cannot change the result of a test.
     """
 
     results: TrialResults = dataclasses.field(default_factory=TrialResults)
@@ -371,8 +371,8 @@ class LayerState:
         saves_policy: chooses what to save for `saves="auto"`; None: the config says what to save.
         weights: the host copies of the weights; None: weights stay on the device.
         index: the layer's index in the model.
-        chunk_rule: returns the chunk size from index, rows, positions and device; None: the
-            config's chunk size.
+        chunk_rule: function of the layer's index, the number of rows, the positions of a row and
+            the device; returns the chunk size. None: the config's chunk size is used.
         previous: the forward that another library had set on the layer before `patch`; None: there
             was none.
         choices: replays routers' choices of experts; None: routers choose freely. [Note: choices]
@@ -491,9 +491,10 @@ class LayerState:
         )
 
     @property
-    def packed_weights(self) -> list[ParametrizationList]:
-        """Return the parametrizations of the layer's experts in 4 bits."""
-        return self.cached_result(packed_weights)
+    def replaced_forwards(self) -> list[DecodedOnce | CastOnce]:
+        """Return the replacements of forwards that decode a 4-bit weight or cast a weight to
+        float8, by replacements that do so once for each pass through the layer."""
+        return self.cached_result(replaced_forwards)
 
     @property
     def adapters(self) -> LoraModules:

@@ -94,7 +94,8 @@ def layer_memory_error(
 
 def advise_setting(config: StreamConfig, plan: ChunkPlan, moves_saves: bool = False) -> str:
     """Return one sentence, for the message of an out-of-memory error, that advises to change a
-    setting. The advice is the least costly change that lowers peak memory; if there is none, the
+    setting. The first possible change is advised: move saved tensors to the host, halve the chunk
+    size, compute the loss without logits, or limit `gpu_memory`. If no change is possible, the
     sentence says so.
 
     Args:

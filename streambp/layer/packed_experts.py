@@ -9,6 +9,9 @@ its own code decodes.
 
 Experts with peft's adapters need another tensor than the decoded weight (`expert_adapters.py`). A
 `PackedWeight` replaces the parametrization's forward by a function that returns this tensor.
+
+The same context manager, `decode_once`, serves Linears that train in float8
+(`float8_linears.py`).
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from streambp.errors import UnsupportedModelError
 from streambp.known_names import MXFP4_EXPERTS, PACKED_PARAMETERS, QUANT_STATE
+from streambp.layer.float8_linears import CastOnce, float8_linears
 from streambp.offload.decoded_weights import FORWARD, CountedPackedWeight
 
 
@@ -36,25 +40,29 @@ class DecodedOnce:
     The first call decodes the weight, and later calls return the same tensor.
 
     Attributes:
-        weights: the parametrization of the weight, whose forward is replaced.
+        module: the parametrization of the weight, whose forward is replaced.
         decoded: the decoded weight [E, n, m]; None before the first call.
     """
 
-    weights: ParametrizationList
+    module: ParametrizationList
     decoded: Tensor | None = None
 
     def __call__(self) -> Tensor:
         """Return the decoded weight [E, n, m], the same tensor in each call."""
         if self.decoded is None:
             with torch.no_grad():
-                self.decoded = type(self.weights).forward(self.weights)
+                self.decoded = type(self.module).forward(self.module)
         return self.decoded
+
+    def clear(self) -> None:
+        """Drop the decoded weight."""
+        self.decoded = None
 
 
 def packed_weights(layer: nn.Module) -> list[ParametrizationList]:
     """Return the parametrizations of a layer's 4-bit weights, of experts for example. A
-    parametrization is left out if `forward` was set on the object, or if it has further steps
-    beside the decoding."""
+    parametrization is left out if code has replaced its `forward` on the instance, or if the
+    parametrization has further steps beside the decoding."""
     kinds = packed_kinds()
     weights = []
     for module in layer.modules():
@@ -66,8 +74,9 @@ def packed_weights(layer: nn.Module) -> list[ParametrizationList]:
 
 
 def packed_kinds() -> tuple[Any, ...]:
-    """Return the classes of parametrizations that decode a 4-bit weight: streambp's own for models
-    that are only counted, and the class of bitsandbytes if this library is imported."""
+    """Return the classes of parametrizations that decode a 4-bit weight. The first is streambp's
+    own class, in models on meta or fake tensors whose memory and FLOPs are counted. The second is
+    the class of bitsandbytes, if this library is imported."""
     library = sys.modules.get(PACKED_PARAMETERS)
     kind = getattr(library, "Bnb4bitParametrization", None)
     return (CountedPackedWeight,) if kind is None else (CountedPackedWeight, kind)
@@ -106,10 +115,10 @@ class PackedWeight:
 
     @contextlib.contextmanager
     def replace(self, value: Tensor) -> Iterator[None]:
-        """Context manager in which the experts read `value` [E, n, m] as their weight. Torch's
-        cache of parametrized weights (`parametrize.cached`) has one key for a module and its
-        copies, so torch could return another weight. An empty cache replaces torch's cache during
-        the context."""
+        """Context manager in which the experts read `value` [E, n, m] as their weight. An empty
+        cache replaces torch's cache of parametrized weights (`parametrize.cached`) during the
+        context. Torch's cache has one key for a module and its copies, so the experts could read a
+        cached weight instead of `value`."""
         attributes = vars(self.weights)
         previous = attributes.get(FORWARD)
         earlier = parametrize._cache
@@ -154,21 +163,29 @@ def refuse_without_backward(model: nn.Module) -> None:
             )
 
 
+def replaced_forwards(layer: nn.Module) -> list[DecodedOnce | CastOnce]:
+    """Return replacements for the forwards of a layer's 4-bit weights and float8 Linears, which
+    `decode_once` sets on these modules."""
+    return [*map(DecodedOnce, packed_weights(layer)), *float8_linears(layer)]
+
+
 @contextlib.contextmanager
-def decode_once(weights: Sequence[ParametrizationList]) -> Iterator[None]:
-    """Context manager in which each 4-bit weight is decoded at its first read alone, by a
-    `DecodedOnce`. The end of the context drops the decoded weights.
+def decode_once(replacements: Sequence[DecodedOnce | CastOnce]) -> Iterator[None]:
+    """Context manager in which each 4-bit weight is decoded, and each weight of a float8 Linear is
+    cast, at its first read alone. The end of the context drops the results.
 
     Args:
-        weights: the weights' parametrizations, from `packed_weights`.
+        replacements: the replacements of the modules' forwards, from `replaced_forwards`.
     """
-    changed_weights = []
+    entered = []
     try:
-        for weight in weights:
-            if FORWARD not in vars(weight):  # a context outside of this one has replaced it
-                changed_weights.append(weight)
-                vars(weight)[FORWARD] = DecodedOnce(weight)
+        for replacement in replacements:
+            attributes = vars(replacement.module)
+            if FORWARD not in attributes:  # a context outside of this one has replaced it
+                entered.append(replacement)
+                attributes[FORWARD] = replacement
         yield
     finally:
-        for weight in changed_weights:
-            vars(weight).pop(FORWARD, None)
+        for replacement in entered:
+            vars(replacement.module).pop(FORWARD, None)
+            replacement.clear()

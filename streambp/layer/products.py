@@ -59,9 +59,9 @@ class UnreadInHalves:
     second gets attention's output and computes the layer's output.
 
     Attributes:
-        for_queries: Linears to skip when the first half computes the queries alone. If the layer
-            computes attention itself: Linears to skip when this half computes keys and values
-            alone.
+        for_queries: Linears to skip when the first half computes the queries alone. If the layer's
+            own code computes attention, the second half computes the queries. The names are then of
+            Linears to skip when the first half computes keys and values.
         for_output: Linears to skip when the second half computes the layer's output, without a
             graph.
         to_differentiate_before: Linears to skip when the first half is recomputed and
@@ -81,8 +81,8 @@ def plain_linears(layer: nn.Module, adapted: Iterable[str] = ()) -> dict[str, nn
 
     Linears of indexers are left out, because indexers are called for a few queries at a time
     ([Note: indexers]). Linears inside compiled modules are left out, because replacing a forward
-    would recompile them. The result is {} if the layer has inner hooks: a forward hook must get
-    true values in recomputations too.
+    would recompile them. The result is {} if modules inside the layer have hooks: a forward hook
+    must get true values in recomputations too.
 
     Args:
         layer: the decoder layer.
@@ -393,8 +393,9 @@ def _product(
 
     Args:
         module: the Linear, or a LoRA Linear.
-        value: the saved output [..., out]. None: compute the output. A slice: compute these rows
-            only; all other rows are NaN. `UNREAD_OUTPUT` is the empty slice.
+        value: the saved output [..., out]. None: compute the output. A slice, if no code reads the
+            output: compute only these rows, to compare them with forward; all other rows are NaN.
+            `UNREAD_OUTPUT` is the empty slice.
         add: callback for backward: gets two matrices [out, n] and [n, in], and adds their product
             to the sum of the weight's gradient over chunks. None: autograd returns the gradient.
         cast: function of a dtype that returns the weight in this dtype, cast once for all chunks;
@@ -424,7 +425,7 @@ def linear_autocast_dtype(x: Tensor) -> torch.dtype | None:
 
 class LinearWithKnownOutput(torch.autograd.Function):
     """Autograd Function of a Linear, x [..., in] @ W^T + b, which may return a saved output instead
-    of computing it. The gradients are a Linear's."""
+    of computing it. Backward computes the same gradients in both cases."""
 
     @staticmethod
     def forward(
@@ -443,8 +444,8 @@ class LinearWithKnownOutput(torch.autograd.Function):
                 would have no graph if x requires no gradient.
             bias: [out].
             value: the saved output [..., out], returned as a view. None: compute the output. A
-                slice: compute these rows only; all other rows are NaN. `UNREAD_OUTPUT` is the empty
-                    slice.
+                slice, if no code reads the output: compute only these rows, to compare them with
+                forward; all other rows are NaN. `UNREAD_OUTPUT` is the empty slice.
             add: callback for backward: gets two matrices [out, n] and [n, in], and adds their
                 product to the sum of the weight's gradient over chunks. None: autograd returns the
                 gradient.

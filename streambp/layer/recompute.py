@@ -112,10 +112,10 @@ def disable_checkpointing(modules: list[nn.Module]) -> Iterator[None]:
     """Context manager that disables transformers' checkpointing and `parametrize.cached()` for a
     layer.
 
-    From transformers 5.23 on a layer's forward would wrap itself in a checkpoint. Cached
-    parametrized weights have no graph, or a graph that ends elsewhere. Recomputations need this
-    context manager too, because TRL sets `gradient_checkpointing` again between forward and
-    backward.
+    From transformers 5.23 on a layer's forward would wrap itself in a checkpoint. Parametrized
+    weights from torch's cache have no graph, or a graph that does not end at the leaves of the
+    recomputation. Recomputations need this context manager too, because TRL sets
+    `gradient_checkpointing` again between forward and backward.
 
     Args:
         modules: the layer's modules that have a `gradient_checkpointing` flag. Flags that are True
@@ -163,7 +163,8 @@ class Parameters:
 
     Args:
         module: the module.
-        device: device on which the module computes.
+        device: device on which the module computes. A trainable parameter on the meta device raises
+            unless the module computes there as well.
         slots: the result of `slots_of(module)`; None: call `slots_of` here.
 
     Attributes:

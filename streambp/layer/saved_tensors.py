@@ -408,7 +408,8 @@ class SavedForBackward:
 
     def times_recomputed(self, name: str) -> int:
         """Return how many times backward computes the output of the Linear `name` if the output is
-        not saved: once, because each chunk is recomputed once. Subclasses return other numbers."""
+        not saved: once, because each chunk is recomputed once. The subclass for sequences that are
+        split over ranks returns 1 or 2."""
         return 1
 
     def keep_products(self, chunk: Chunk) -> None:
@@ -577,8 +578,8 @@ class SavedForBackward:
                 self.store.load(*access)
 
     def bring(self, chunk: Chunk, reads: list[Access], names_to_keep: Container[str] = ()) -> None:
-        """Read a chunk's saved tensors from the store into `brought`, on the device, and remove
-        from the store what no other chunk reads.
+        """Read a chunk's saved tensors from the store into `brought`, on the device. Tensors that
+        no later read needs are removed from the store.
 
         Args:
             chunk: the chunk.

@@ -79,7 +79,8 @@ def dtypes_of(layer: nn.Module) -> frozenset[torch.dtype]:
 
 def makes_choices(layer: nn.Module) -> bool:
     """True if the code of a module inside the layer calls topk, sort or argmax, as routers of
-    experts and indexers of keys do. A comparison then lets a fraction of the rows differ."""
+    experts and indexers of keys do. Comparisons of forward and recomputation then may tolerate a
+    larger difference, because rounding can change a few choices."""
     classes = {
         base
         for module in layer.modules()
@@ -126,8 +127,8 @@ class ValuePair(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class Witness:
-    """Values of one layer call's forward, and their comparison with the recomputation in backward.
-    [Note: witness]
+    """Record of values in one layer call's forward. Backward compares the values of its
+    recomputation with the record, and raises if they differ. [Note: witness]
 
     Attributes:
         witnesses: collects the comparisons of all layers of the model.
@@ -151,12 +152,13 @@ class Witness:
     _pairs: list[ValuePair] = dataclasses.field(default_factory=list)
 
     def begin(self, key: Hashable, last: bool, in_backward: bool) -> None:
-        """Start a chunk, or one half of the layer on a chunk. In forward, `see` records the chunk's
-        values from now on. In backward, `see` compares recomputed values with the recorded ones.
+        """Start a chunk, or one half of the layer (before or after attention) on a chunk. In
+        forward, `see` records the chunk's values from now on. In backward, `see` compares
+        recomputed values with the recorded ones.
 
         Args:
-            key: key of the recorded values, the same in forward and backward: the half's name and
-                the chunk's index.
+            key: tuple of the half's name ("" for the full layer) and the chunk's index. Values
+                from forward are stored under this key until backward.
             last: True for the last chunk of the sequence.
             in_backward: True in backward.
         """
@@ -205,8 +207,8 @@ class Witness:
                 return
 
     def _combine_rows(self, x: Tensor) -> Tensor:
-        """Return `Witnesses.combine_rows` of x [..., C, n], cached because consecutive Linears
-        often have the same x."""
+        """Return the weighted sum of the rows of x [..., C, n] (`Witnesses.combine_rows`). The last
+        result is cached, because consecutive Linears often have the same input x."""
         if x.is_inference():
             return self.witnesses.combine_rows(x)
         cached = self._combined_input
@@ -232,8 +234,9 @@ class Witness:
         self.see("output", output, x, rows_of(output.shape[-2]) if self.left_out else None)
 
     def end(self) -> None:
-        """Pass the values of this call to `Witnesses.submit` in pairs, for comparison, and forget
-        them. Called at the end of the layer's backward."""
+        """Pass all pairs of a forward's value and the recomputed value, collected by `see` in this
+        layer call, to `Witnesses.submit` for comparison. Drop the pairs and the forward's remaining
+        values. Called at the end of the layer's backward."""
         pairs, self._pairs, self._noted = self._pairs, [], {}
         if pairs:
             self.witnesses.submit(pairs)
@@ -241,8 +244,9 @@ class Witness:
 
 @dataclasses.dataclass(eq=False)
 class Witnesses:
-    """The comparisons of all layers of one model. The comparisons are evaluated together, with one
-    device synchronization for each backward."""
+    """Comparisons of values in each layer's forward with the same values of its recomputation in
+    backward, for all layers of a model. The comparisons of one backward are evaluated together at
+    its end, so that the host waits once for the device. [Note: witness]"""
 
     _weights: dict[tuple[int, torch.dtype, torch.device], Tensor] = dataclasses.field(
         default_factory=dict

@@ -47,9 +47,9 @@ class SharedWriteCount:
     use.
 
     Attributes:
-        watched: pairs of a tensor and its version counter at the time of `track_alias`. The tensor
-            shares the counter, but not the memory, of a real tensor with these values.
-        writes: number of writes to any of these lazy tensors.
+        watched: pairs of an empty tensor and its version counter at the time of `track_alias`. The
+            empty tensor shares only the counter of a real tensor with a lazy tensor's values.
+        writes: number of writes to the lazy tensor, its slices and its views.
     """
 
     watched: list[tuple[Tensor, int]] = dataclasses.field(default_factory=list)
@@ -393,8 +393,8 @@ signature_of = functools.cache(inspect.signature)  # called with rules of a clas
 
 def note_use(stand_ins: Sequence[Any], result: Any) -> None:
     """Set `has_dependents` to True on the lazy tensors `stand_ins` if `result`, which was computed
-    from these tensors, requires a gradient. A gradient hook that is registered on one of the
-    tensors later then raises."""
+    from these tensors, requires a gradient. Registering a gradient hook on one of the tensors later
+    then raises, because the hook would miss the gradient of `result`."""
     results = [result] if isinstance(result, Tensor) else tensors_in(result, Tensor)
     for stand_in in stand_ins:
         stand_in.has_dependents |= any(
@@ -404,6 +404,6 @@ def note_use(stand_ins: Sequence[Any], result: Any) -> None:
 
 def is_scaling_hook(hook: Any) -> bool:
     """True if a tensor hook is DeepSpeed's hook that scales gradients and signals the start of
-    backward. Such a hook may be registered on a lazy tensor after results were computed from the
-    tensor. Any other hook raises then."""
+    backward, by the hook's qualified name. Such a hook may be registered on a lazy tensor after
+    results were computed from the tensor. Registering any other hook raises then."""
     return SCALING_HOOK in getattr(hook, "__qualname__", "")

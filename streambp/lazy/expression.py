@@ -32,8 +32,9 @@ class LogitsReading:
         projection: the map from the output projection's matrix products to logits: scale, softcap
             and temperature.
         unique: True if all positions differ.
-        anchor: input of the graph by which backward also runs an engine's autograd node (DDP,
-            ZeRO-3); None: no engine has inserted a node.
+        anchor: [1], further input of results in the autograd graph. Through it backward runs the
+            node that an engine (DDP, ZeRO-3) has inserted behind the logits, although no gradient
+            of logits reaches that node. None: no engine has inserted a node.
         hooks: hooks of engines that scale gradients; backward calls them before the gradient of the
             logits is computed.
     """
@@ -135,8 +136,9 @@ def readings(node: Node) -> list[LogitsReading]:
 
 
 def operation_names(node: Node) -> Iterator[str]:
-    """Yield the names of the operations of a recorded function, first to last, for the report of
-    `streambp.describe`."""
+    """Yield the names of the operations on logits in a recorded function, first to last, such as
+    "log_softmax" and "gather", for the report of `streambp.describe`. A recorded function is a
+    computation from logits that runs later."""
     for child in children(node):
         yield from operation_names(child)
     if isinstance(node, RecordedCall):

@@ -70,8 +70,8 @@ class HeadHandle(torch.autograd.Function):
         arrived at a result.
 
         A result is a tensor computed from the logits, such as log-probabilities. Each result's node
-        runs before this one and stores its gradients in the hub. `upstream`, the gradient of the
-        handle [1], is zero if a result has a gradient, and its value is not used.
+        runs before this one and stores its gradients in the `LazyHead`. `upstream`, the gradient of
+        the handle [1], is zero if a result has a gradient, and its value is not used.
 
         Raises:
             BackwardError: the handle has a gradient, but no result's node ran before.
@@ -107,11 +107,13 @@ class HeadHandle(torch.autograd.Function):
 
 
 class RunInBackward(torch.autograd.Function):
-    """Autograd function from a tensor to a zero [1]. Backward calls the function `run`, an engine's
-    hook for example, and passes no gradient to the tensor. Only a handle, a tensor [1] that
-    represents logits in the graph (`HeadHandle`), gets the incoming gradient.
+    """Autograd function from a tensor to a zero [1], an input of the results that are computed from
+    logits. Backward calls the function `run`, an engine's hook for example, and autograd then runs
+    the node that made the tensor.
 
-    autograd runs the node that made the tensor in both cases.
+    A tensor of shape [1], such as a handle (the tensor that represents logits in the graph,
+    `HeadHandle`), gets the incoming gradient. A tensor of another shape gets None, and is passed
+    only so that autograd runs its node.
     """
 
     @staticmethod
@@ -130,8 +132,8 @@ class RunInBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor | None) -> tuple[None, Tensor | None]:
-        """Call the function `run` of forward. Return None for `run`. If the source tensor is a
-        handle [1], return `upstream` [1] for the source, otherwise None."""
+        """Call the function `run` of forward. Return None for `run`, then the gradient of the
+        source tensor: `upstream` [1] if the source has shape [1], otherwise None."""
         if ctx.run is not None:
             ctx.run()
         if not ctx.has_handle:
@@ -144,9 +146,9 @@ class LazyResult(torch.autograd.Function):
     stores the results' gradients. `HeadHandle` then computes the gradients of hidden states and
     weights in one pass.
 
-    Zero-bubble pipelines run `HeadHandle` again later, with the gradient that arrived there. The
-    gradients of the results are no longer stored then. A zero in place of None lets `HeadHandle`
-    notice this case and raise an error.
+    Zero-bubble pipelines run backward in two passes, and start the second pass at `HeadHandle`. The
+    gradients of the results are no longer stored then. The zero from the first pass, in place of
+    None, lets `HeadHandle` notice the second pass and raise an error.
     """
 
     @staticmethod
@@ -155,7 +157,8 @@ class LazyResult(torch.autograd.Function):
 
         Args:
             calculation: a `StatisticsCalculation` or `FunctionCalculation` of the logits.
-            anchors: tensors [1] that represent the logits in the graph.
+            anchors: tensors [1], the result of `calculation.inputs`: they connect the results to
+                the logits in the autograd graph.
         """
         values: tuple[Tensor, ...] = calculation.run()
         ctx.calculation = calculation
@@ -339,8 +342,8 @@ class LazyHead:
 
     def known_statistics(self, reading: LogitsReading) -> tuple[Tensor, Tensor] | None:
         """Return the cached logsumexp and mean of the logits of N tokens, [N] each; None unless
-        both were computed before for all of these tokens. A program that asks for one after the
-        other computes the logits once."""
+        both were computed before for all of these tokens. The logits are thus computed once in a
+        program that computes the logsumexp first and the mean later."""
         positions = reading.positions.reshape(-1)
         if reading.projection not in self._statistics or not has_data(positions):
             return None
@@ -362,13 +365,14 @@ class LazyHead:
         self._gradients[task].append(gradient)
 
     def scale_stored_gradients(self, hook: Callable[[Tensor], Tensor | None]) -> None:
-        """Multiply the gradients that the current backward call has stored so far by an engine's
-        factor, such as a loss scale. The call comes from a graph node between the results and
-        `HeadHandle`, for a hook that the engine registered on the logits.
+        """Multiply the gradients that `store_gradients` has received in the current backward call
+        by an engine's factor, such as a loss scale. `store_gradients` receives gradients of
+        results, for example of log-probabilities. `HeadHandle` then computes the gradients of
+        hidden states and weights.
 
         Args:
-            hook: an engine's tensor hook. The factor [1] is hook(torch.ones(1)), in float32 or
-                wider.
+            hook: tensor hook that the engine registered on the logits, which get no gradient of
+                their own. The factor [1] is hook(torch.ones(1)), in float32 or wider.
         """
         task = torch._C._current_graph_task_id()
         if task in self._gradients:
@@ -403,16 +407,17 @@ class StatisticsCalculation:
     mean: bool = False
 
     def with_padding(self) -> StatisticsCalculation:
-        """Return the calculation that runs in place of this one, with the same statistics.
-        `LazyHead.with_padding` checks if this calculation reads logits at padding while the hidden
-        states come from a packed row, which has no padding. The hidden states of the batch with
-        padding are then computed once more, and the result reads their logits. Otherwise the result
-        reads the same logits. [Note: padding that is read]"""
+        """Return a calculation of the same statistics whose logits exist at all positions that it
+        reads. If the batch was computed as one packed row, there are no hidden states at padding.
+        If this calculation reads padding, `LazyHead.with_padding` then computes the hidden states
+        once more with padding. Otherwise the result reads the same logits. [Note: padding that is
+        read]"""
         return dataclasses.replace(self, reading=self.reading.head.with_padding(self.reading))
 
     def inputs(self) -> list[Tensor]:
         """Return the inputs of `LazyResult` in the autograd graph: the tensor [1] that represents
-        the logits. If an engine has inserted a node, a second tensor [1] lets backward run it."""
+        the logits. If an engine (DDP, ZeRO-3) has inserted a node behind the logits, a second
+        tensor [1] makes backward run this node."""
         return inputs_of(self.reading)
 
     def run(self) -> tuple[Tensor, ...]:
@@ -458,10 +463,10 @@ class FunctionCalculation:
     node: Node
 
     def with_padding(self) -> FunctionCalculation:
-        """Return a calculation that may read logits at padding: this object, or a copy. Hidden
-        states of a packed row have no padding. If the recorded function reads logits at padding of
-        such a batch, the hidden states with padding are computed once more. [Note: padding that is
-        read]"""
+        """Return a calculation of the same function whose logits exist at all positions that it
+        reads: this object, or a copy. If the batch was computed as one packed row, there are no
+        hidden states at padding. If the function reads padding, `LazyHead.with_padding` then
+        computes the hidden states once more with padding. [Note: padding that is read]"""
         if all(reading.head.recipe.late_padding is None for reading in readings(self.node)):
             return self
         return FunctionCalculation(
@@ -471,8 +476,14 @@ class FunctionCalculation:
         )
 
     def inputs(self) -> list[Tensor]:
-        """Return the inputs of `LazyResult` in the autograd graph: the tensors [1] that represent
-        the logits, and the tensors [1] by which backward runs nodes of engines."""
+        """Return the inputs of `LazyResult`: tensors [1] that connect the results with the autograd
+        graph. The values of these tensors are not used.
+
+        The recorded function may read several logits. One tensor for each of these logits leads
+        backward to `HeadHandle`, which computes the gradients of hidden states and weights. If an
+        engine (DDP, ZeRO-3) has inserted a node behind the logits, a second tensor makes backward
+        run that node.
+        """
         return inputs_of(self.node)
 
     def run(self) -> tuple[Tensor, ...]:

@@ -55,7 +55,7 @@ class LazyHidden(LazyTensor):
         source: [..., h], the input of the final norm.
         recipe: the operations from `source` to this tensor.
         made_without_grad: True if this tensor was made under no_grad from inputs that require a
-            gradient.
+            gradient. Operations in grad mode then use the complete tensor.
         made_of: the tensors from which this tensor is computed, each with its version counter.
         graph_node: the autograd node that `make` created.
     """
@@ -159,16 +159,16 @@ class LazyHidden(LazyTensor):
             return complete
 
     def values(self) -> Tensor:
-        """Return the complete tensor [..., h] or [..., V], computed from the stored hidden states
-        `source`, in this tensor's dtype."""
+        """Return the complete tensor [..., h] or [..., V], computed anew from the stored hidden
+        states `source`, in this tensor's dtype. Differentiable in grad mode alone."""
         real = self.recipe.build(self.source)
         if real.dtype != self.dtype:
             real = real.to(self.dtype)
         return real
 
     def has_own_node(self) -> bool:
-        """True if this tensor's `grad_fn` is the autograd node from `make`. Rules may then compute
-        operations from `source`.
+        """True if this tensor's `grad_fn` is the autograd node from `make`. Operations on the
+        tensor may then be computed from `source`, by rules that need no complete tensor.
 
         A user's autograd.Function that returns the lazy tensor replaces the node, and has a
         backward of its own.
@@ -281,8 +281,10 @@ class LazyHidden(LazyTensor):
     @classmethod
     def run_on_complete(cls, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """Run an operation that has no rule in `rules`, with complete tensors in place of lazy
-        arguments. Return the operation's result. After a hook was registered, a later gradient at a
-        lazy argument's autograd node raises.
+        arguments. Return the operation's result.
+
+        If the operation is `register_hook` or `retain_grad`, the hook is on the complete tensor. A
+        later gradient at the lazy tensor's own autograd node would bypass the hook, and raises.
 
         Args:
             func: torch's function.

@@ -85,8 +85,8 @@ def label_loss(
             function.
 
     Returns:
-        The loss, in torch's dtype; NotImplemented with class weights, probabilities as target, or
-            the deprecated arguments size_average and reduce.
+        The loss, in the dtype of torch's own result; NotImplemented with class weights,
+            probabilities as target, or the deprecated arguments size_average and reduce.
 
     Raises:
         StreamBPError: a label is outside of the vocabulary and not `ignore_index`.
@@ -133,13 +133,13 @@ def _is_reduction(size_average: Any, reduce: Any, reduction: str) -> bool:
 
 
 def _smoothed_loss(log_probs: LazyLogits, labels: Tensor, smoothing: float) -> Tensor:
-    """Return -log p of each token's label with label smoothing, [N], which mixes in the mean of
-    -log p over the vocabulary.
+    """Return each token's loss with label smoothing, [N]. The loss is (1 - smoothing) times -log p of
+    the label, plus smoothing times the mean of -log p over the vocabulary.
 
     Args:
         log_probs: lazy log-probabilities [N, V].
         labels: [N].
-        smoothing: weight of that mean; 0: -log p alone.
+        smoothing: weight of the mean, from 0 to 1.
     """
     reading_and_sign = match_log_softmax(log_probs.node)
     if smoothing and reading_and_sign is not None:

@@ -51,8 +51,8 @@ def empty_sample(x: LazyLogits) -> Tensor:
 
 
 def record_elementwise(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Record an operation on each entry or each token of lazy logits, which is computed later, and
-    return lazy logits.
+    """Record an operation on each entry or each token of lazy logits, and return lazy logits. The
+    operation is computed later, when values are needed.
 
     Returns NotImplemented if the operation must be computed on complete tensors: another tensor
     requires a gradient, shapes or devices do not fit, or rounding would change the result.
@@ -340,8 +340,9 @@ def gather_entries(x: LazyLogits, index: Tensor) -> Tensor:
 
 
 def scale(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Multiply or divide lazy logits, and return lazy logits. Multiplication by a number is
-    computed as another temperature of the logits.
+    """Multiply or divide lazy logits, and return lazy logits. A product of the logits themselves
+    with a number has another temperature. Other products are recorded by `record_elementwise`,
+    which returns NotImplemented if complete tensors are needed.
 
     Args:
         name: name of the operation, such as "mul".

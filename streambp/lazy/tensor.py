@@ -178,7 +178,8 @@ class LazyLogits(LazyTensor):
             gradient: the gradient, from a user's autograd.Function for example.
 
         Raises:
-            BackwardError: the lazy logits were written to, or got a hook, since they were made.
+            BackwardError: the lazy logits were written to or got a hook since their creation, so
+                that the gradient belongs to other values.
         """
         if gradient is None:
             return
@@ -247,10 +248,11 @@ class LazyLogits(LazyTensor):
         ).share_memory_with(self)
 
     def casts_to(self, dtype: torch.dtype) -> bool:
-        """True if a cast to `dtype` can stay lazy: `dtype` is wider than this dtype, and not
-        float64.
+        """True if a cast to `dtype` can stay lazy: `dtype` has all values of this tensor's dtype,
+        and is not float64.
 
-        Integers and bools are never cast, because 1 + 1 differs from True + True.
+        False for integers and bools. A lazy cast does not change the operations that are computed
+        later, and 1 + 1 differs from True + True.
         """
         wider = torch.promote_types(dtype, self.dtype) == dtype
         return self.dtype.is_floating_point and wider and dtype != torch.float64
@@ -291,8 +293,10 @@ class LazyLogits(LazyTensor):
     @classmethod
     def run_on_complete(cls, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """Run an operation that has no rule, with complete tensors in place of lazy arguments.
-        Return the operation's result. After a hook was registered, a later gradient at a lazy
-        argument's autograd node raises.
+        Return the operation's result.
+
+        If the operation is `register_hook` or `retain_grad`, the hook is on the complete tensor. A
+        later gradient at the lazy tensor's own autograd node would bypass the hook, and raises.
 
         Args:
             func: torch's function.
@@ -314,8 +318,9 @@ class LazyLogits(LazyTensor):
 
     def check(self, operation: str) -> None:
         """Raise `StreamBPError` if the logits were changed in place through another view. Otherwise
-        make backward run an engine's autograd node (`follow_engine_node`). `operation` is the name
-        of the operation that uses the logits, for the error."""
+        make backward run the autograd node that DDP or ZeRO-3 may have inserted after the logits
+        (`follow_engine_node`). `operation` is the name of the operation that uses the logits, for
+        the error."""
         super().check(operation)
         if self.write_count != self.memory.writes:
             raise StreamBPError(
@@ -327,8 +332,9 @@ class LazyLogits(LazyTensor):
 
     def follow_engine_node(self) -> None:
         """Make backward run the autograd node that an engine (DDP, ZeRO-3) has inserted after these
-        logits, although no gradient of the logits reaches that node. This holds for all results
-        that are computed from now on."""
+        logits, although no gradient of the logits reaches that node. The node tells ZeRO-3 that
+        the model's backward begins, and DDP's late reductions wait for the node. All results that
+        are computed from now on run the node."""
         node_name = type(self.grad_fn).__name__
         if self.follows_engine or not torch.is_grad_enabled():
             return
@@ -353,15 +359,15 @@ class LazyLogits(LazyTensor):
             self.follows_engine = True
 
     def hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
-        """Register an engine's tensor hook that scales gradients, for the gradients of all results
+        """Register DeepSpeed's tensor hook that scales gradients, for the gradients of all results
         computed from now on.
 
         Args:
             hook: takes a gradient, of this shape or a single number [1], and returns the scaled
-                gradient or None.
+                gradient or None. `is_scaling_hook` recognizes DeepSpeed's hook by its name.
 
         Returns:
-            The hook's handle; NotImplemented for any other hook.
+            The hook's handle; NotImplemented for hooks of other code.
         """
         if not is_scaling_hook(hook):
             return NotImplemented

@@ -200,7 +200,8 @@ class CausalLMForward(InstanceForward):
 
         Args:
             training: True if the call was in training mode with gradients.
-            how: sentence on how the loss was computed; None if the call returned lazy logits alone.
+            how: sentence on how the loss was computed; None if the call returned lazy logits and no
+                loss.
             labelled: True if labels were given.
             lazy: record of the returned lazy logits (computed where the program uses them); None:
                 the call returned none.
@@ -377,8 +378,8 @@ class CausalLMForward(InstanceForward):
 
     @property
     def _steady_norms(self) -> tuple[nn.Module, ...]:
-        """Return the final norms without submodules. The loss, or later use of lazy logits, may
-        compute such a norm after the model's forward with the same result.
+        """Return those of the final norms that have no submodules. The loss, or later use of lazy
+        logits, may compute such a norm after the model's forward with the same result.
 
         A norm with submodules (PEFT's wrapper) may compute something else by the time the logits
         are used, because adapters can be switched in between.
@@ -447,8 +448,9 @@ class CausalLMForward(InstanceForward):
     def _finish(self, output: Any) -> Any:
         """Return the output of the model's own forward without placeholder tensors (`LazyHidden`).
 
-        Placeholders for logits become None, or are computed where the caller reads logits.
-        Placeholders for hidden states are always computed.
+        Placeholders for hidden states are computed. Placeholders for logits are removed (None in a
+        `ModelOutput`), except in evaluation if the setting `eval_logits` is on or if the caller
+        reads logits. The logits are then computed.
         """
         evaluates = not self.module.training
         logits_wanted = self.state.config.eval_logits and evaluates

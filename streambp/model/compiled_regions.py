@@ -165,8 +165,8 @@ def compute_mlp(compiled: Callable[..., Tensor], module: nn.Module, *args: Any) 
     The product of the activated gate with the up projection is compiled. The Linears are not.
 
     Args:
-        compiled: compiled function of (activation, gate [n, m], up [n, m]), or of (activation, both
-            [n, 2 m]).
+        compiled: compiled function of (activation, gate [n, m], up [n, m]), or of (activation, gate
+            and up in one tensor [n, 2 m]).
         module: the MLP.
         args: x.
     """

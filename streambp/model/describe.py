@@ -225,7 +225,7 @@ def _layers(model: nn.Module, state: PatchState) -> tuple[LayerDescription, ...]
     present = [w for w in wrappers if id(w.module) in names]
     described = [(id(w.module), _describe_layer(names[id(w.module)], w)) for w in present]
     try:  # the stacks that `patch` would stream now
-        stacks = () if state.root is None else find_stacks(state.root).stacks
+        stacks = () if state.root is None else find_stacks(state.root, state.config.towers).stacks
     except UnsupportedModelError:
         stacks = ()
     present_ids = {id(w.module) for w in present}
@@ -341,8 +341,9 @@ def _describe_attention(state: PatchState, record: StepRecord | None) -> str:
     """Return text on attention for `streambp.describe`: the value of `StreamConfig.attention`, and
     the kernels that computed attention in the last chunked call of each layer.
 
-    Plain matrix products are slower than the other kernels. If they computed attention, the text
-    has the reason, or the kind of blocks of queries and keys.
+    Plain matrix products are slower than the other kernels. If plain products computed attention,
+    the text has the reason, or names the part of attention, for example "the near edges of sliding
+    windows".
 
     Args:
         state: state of the model's patch.
@@ -458,10 +459,10 @@ def _describe_offload(state: PatchState, record: StepRecord | None) -> str:
 
 
 def _host_time_text(host: HostChoice | None) -> str:
-    """Return text on the seconds that moving saved tensors to the host would spare in each step.
-
-    Return "" unless a move is faster but waits, until the spared seconds exceed the time to pin
-    host memory. [Note: host by seconds]
+    """Return text on how many seconds faster each step would be, by prediction, if saved tensors
+    were moved to the host. Tensors are not moved until the seconds that faster steps would have
+    spared exceed the seconds of pinning host memory. Return "" if tensors are moved, or if they
+    stay on the device for another reason. [Note: host by seconds]
 
     Args:
         host: decides in each micro-batch if tensors move; None: the settings decide.
@@ -616,8 +617,8 @@ def _notes(model: nn.Module, state: PatchState) -> tuple[str, ...]:
 
 
 def _compiled_module_lines(model: nn.Module, state: PatchState) -> list[str]:
-    """Return lines about modules under torch.compile: which run compiled inside of chunked layers,
-    and which outside. Empty if no module is compiled."""
+    """Return lines about torch.compile: the names of the modules outside and inside of chunked
+    layers that run compiled code. Empty if no module is compiled."""
     notes: list[str] = []
     layers = [wrapper.module for wrapper in state.wrappers if isinstance(wrapper, LayerForward)]
     named_modules = [pair for layer in layers for pair in layer.named_modules() if pair[0]]

@@ -103,7 +103,7 @@ class InstalledKernels:
     Args:
         changes: the changed attributes, in the order of the changes.
         skipped_classes: names of the classes whose modules keep their own forward, because Liger's
-            or the compiled forward would compute something else.
+            or the compiled forward would not compute the same.
         why_own: the reason why kernels="auto" or "compiled" changes no module of a model; None:
             there is no such reason.
         compiler: the `RegionCompiler` that compiles the modules' forwards; None: no forward is
@@ -156,15 +156,15 @@ def install_kernels(model: nn.Module, adjust: Adjust | None = None) -> Installed
         model: a transformers model, or a module that contains one; changed in place.
         adjust: called with a dict from each module to its previous attributes, while transformers'
             modeling modules contain Liger's functions, such as its rotary embedding. `adjust` may
-            change attributes of modules, and returns the modules to restore. None: only modules
-            for which Liger computes something else are restored.
+            change attributes of modules, and returns modules to restore. Modules whose own forward
+            differs from Liger's are always restored. None: no other module is restored.
 
     Returns:
         A record of the changed attributes, whose `uninstall` restores the modules.
 
     Raises:
-        ConfigError: Liger is not installed, does not support the model, or computes something else
-            for each module. The model is unchanged then.
+        ConfigError: Liger is not installed, does not support the model or its dtype, or has no
+            forward with the results of a module's own. The model is unchanged then.
     """
     causal = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
     apply = _function_for(causal)
@@ -232,8 +232,8 @@ def _differs(module: nn.Module, attributes: dict[str, Any]) -> bool:
     """True if the forward that Liger bound to a module computes something else than the module's
     own forward.
 
-    Examples are a norm that rounds at another point, another activation, and a forward for the
-    module inside of peft's adapter.
+    Examples are a norm that rounds at another point, and an MLP with another activation. The result
+    is also True for peft's wrapper around a module, if Liger set the forward on the wrapper.
 
     Args:
         module: the module with Liger's forward.

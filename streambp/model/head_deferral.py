@@ -107,7 +107,8 @@ class DeferredForward(InstanceForward):
     @property
     def _runs_engine_linear(self) -> bool:
         """True if DeepSpeed has replaced torch's `F.linear` and the output projection runs
-        `nn.Linear`'s forward. `_project` then runs instead of that forward.
+        `nn.Linear`'s forward. `_project` then runs instead of that forward, because placeholder
+        tensors have a rule for torch's own `F.linear` only.
 
         DeepSpeed's function computes the same, and stays in place once the process has created a
         ZeRO-3 engine.
@@ -126,7 +127,8 @@ class DeferredForward(InstanceForward):
 
 class HeldHead(nn.Module):
     """Module in place of an output projection whose weight ZeRO-3 or FSDP shards, during one call
-    of the model. The weight is gathered once and copied, and the copy is used until backward.
+    of the model. The weight is gathered once and copied. Logits are computed with the copy, in
+    forward and again in backward.
 
     Args:
         model: the language model.
@@ -228,8 +230,8 @@ class LendWeights(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, loan: WeightLoan, hidden_states: Tensor, *weights: Tensor) -> Tensor:
-        """Return a view of hidden_states [..., h]. `loan` holds the copies whose gradients backward
-        returns for the weights; the weights are inputs for this reason."""
+        """Return a view of hidden_states [..., h]. The weights are inputs so that backward can
+        return gradients for them: the gradients of their copies, which are stored in `loan`."""
         ctx.lent = loan
         ctx.set_materialize_grads(False)
         return hidden_states.view_as(hidden_states)

@@ -140,7 +140,7 @@ def _step_memory(state: PatchState, step: Step) -> StepMemory:
 def _saved_tensors(
     state: PatchState, step: Step, choice: SavesChoice | None
 ) -> tuple[SavedTensors, ...]:
-    """Return what layers saved for backward in `step`, one entry for each kind of tensor.
+    """Return the tensors that layers saved for backward in `step`, one entry for each kind.
 
     Args:
         state: the model's patch.

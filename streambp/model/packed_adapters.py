@@ -30,10 +30,12 @@ from streambp.layer.packed_experts import PackedWeight, packed_kinds
 
 @dataclasses.dataclass(eq=False)
 class PackedActivation:
-    """Replacement for the method of peft's module that activates adapters, for a weight in 4 bits.
+    """Replacement for the method `_activate_lora` of peft's module around an expert weight in 4
+    bits. The method returns a context manager in which the experts' forward uses the active
+    adapters.
 
     Attributes:
-        module: peft's module.
+        module: peft's module (`ParamWrapper`).
         stays: True if `unpatch` leaves the replacement in the module; False: `unpatch` removes the
             replacement.
     """
@@ -63,8 +65,9 @@ class PackedActivation:
 
 
 def activate_packed(model: nn.Module, stays: bool = False) -> None:
-    """Replace the method of peft's modules that activates adapters, for weights of experts in 4
-    bits. The method of peft adds such an adapter twice, or leaves an adapter out.
+    """Replace the method `_activate_lora` of peft's modules around expert weights in 4 bits. Each
+    forward calls the method to add the active adapters to the weight. The method of peft adds an
+    adapter of a 4-bit weight twice, or leaves the adapter out.
 
     Args:
         model: a module that contains peft's modules; changed in place.

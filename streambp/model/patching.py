@@ -12,7 +12,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from streambp.admission.stacks import ModelStacks, Stack, find_stacks, shares_through_cache
+from streambp.admission.stacks import (
+    ModelStacks,
+    Stack,
+    find_stacks,
+    is_tower,
+    shares_through_cache,
+)
 from streambp.admission.third_party import refuse_foreign_attention
 from streambp.config import LAST_LAYERS_SEPARATOR, SAVES, StreamConfig
 from streambp.errors import ConfigError, StreamBPError
@@ -64,7 +70,8 @@ class StepPredictor(Protocol):
 
     def __call__(self, device: torch.device) -> tuple[StepFigures, float]:
         """Return predictions for the model's steps on `device` (memory, bytes of saved tensors,
-        seconds), and the fraction of the model's gradients that exist now."""
+        seconds). The second result is the fraction of trained parameters, by bytes, whose `.grad`
+        is not None."""
         ...
 
     def room_for_weights(self, device: torch.device, rows: int, length: int) -> float:
@@ -99,7 +106,7 @@ def install(
         raise StreamBPError(
             f"config is {type(config).__name__}; pass a streambp.StreamConfig, or leave it out."
         )
-    stacks = find_stacks(model)
+    stacks = find_stacks(model, config.towers)
     everyone = (forward for module in model.modules() for forward in forwards(module))
     # trainers call them
     heads = {f.module: f for f in everyone if isinstance(f, FusedHead) and not f.retired}
@@ -204,7 +211,10 @@ def _set_auto(state: PatchState, name: str, states: StepPredictor) -> None:
     if not saves or link is not None:
         return
     state.pending.drop_saves = policy.drop_saves
-    if config.unpatched_runs and config.rows != "packed" and config.weights != "cpu":
+    # a step's tokens do not tell how many pixels or frames a tower gets
+    has_tower = any(s.kind.attention.needs_no_mask for s in steps.layer_states)
+    may_run = config.unpatched_runs and config.rows != "packed" and config.weights != "cpu"
+    if may_run and not has_tower:
         state.unpatched = UnpatchedRuns(config, policy, steps)
 
 
@@ -224,6 +234,7 @@ def _make_wrappers(
     norms: dict[int, nn.Module] = {}  # final norm of each backbone
     for stack in stacks:
         backbone = stack.backbone
+        tower = is_tower(backbone)
         wrappers.append(BackboneForward(backbone, state, stack.layers))
         norm = next(
             (getattr(backbone, name) for name in FINAL_NORMS if hasattr(backbone, name)), None
@@ -232,7 +243,7 @@ def _make_wrappers(
         for layer in stack.layers:
             layers_left = len(stack.layers) - stack.layers.index(layer)
             wrapper = LayerForward(
-                layer, state, layers.index(layer), norm if layers_left == 1 else None
+                layer, state, layers.index(layer), norm if layers_left == 1 else None, tower
             )
             wrapper.layer_state.config = state.config.of_layer(layers_left)
             wrapper.layer_state.backward_begins = state.steps.start_backward

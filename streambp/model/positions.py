@@ -70,7 +70,7 @@ def position_limit(text: PreTrainedConfig) -> int:
     `UNLIMITED` if its configuration has no limit.
 
     Scaled rotary embeddings reach `factor` times the original positions, whatever
-    `max_position_embeddings` says. The factor of "dynamic" grows with the row.
+    `max_position_embeddings` says. The type "dynamic" has no limit: its factor grows with the row.
 
     Args:
         text: the configuration of the model's text part.

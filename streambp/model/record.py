@@ -153,8 +153,9 @@ class StepRecord:
 
     @property
     def needed(self) -> float | None:
-        """Return the bytes that the unpatched model was predicted to save, for a step that ran
-        unpatched; None for other steps."""
+        """Return the predicted bytes of device memory for autograd graphs and logits, which a step
+        of the unpatched model needs between forward and backward. None unless this step ran
+        unpatched."""
         return self.memory.needed
 
     @property

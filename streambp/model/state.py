@@ -57,8 +57,8 @@ class ForwardContext:
     Attributes:
         bypass: True while layers run their own forward without chunks. The call returns a cache or
             attention weights, or its memory suffices without chunks.
-        defer_norm: request of the output projection, if the final norm is computed together with
-            the logits; None: the final norm runs in the model's forward as usual.
+        defer_norm: options of the output projection in this call, if the final norm is computed
+            together with the logits; None: the final norm runs in the model's forward as usual.
         deferring: the replacement of the final norm's forward while installed.
         shards: the part of each sequence that this rank holds; None: sequences are not split.
         packed_rows: the document boundaries of packed rows, if layers with recurrent states must
@@ -110,8 +110,8 @@ class CallHistory:
     Attributes:
         split: the split of sequences over ranks in the most recent call that had a split; None: no
             call had a split.
-        warned_of_padding: True after the warning that left padding predicts a label, whose gradient
-            then differs from eager attention's.
+        warned_of_padding: True after the warning that a position of left padding predicts a label.
+            The label's gradient then differs from that under eager attention.
         warned_of_documents: True after the warning that the unpatched model would treat a row as
             one document, although its position_ids restart.
         warned_of_trials: True after the warning that user hooks also ran when layers were tested on
@@ -290,7 +290,7 @@ def names_cache(model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
     """True if the caller of a model passes `use_cache=True` and the unpatched model would return a
     cache. Such a call runs unpatched, also in training.
 
-    Under gradient checkpointing, transformers returns no cache in training.
+    False in training under gradient checkpointing, because transformers then returns no cache.
     """
     if not kwargs.get("use_cache"):
         return False
@@ -333,7 +333,8 @@ def finds_other_documents(
 ) -> bool:
     """True if patched layers split a row into packed documents, and the unpatched model attends
     over the whole row instead. The micro-batch then must not run unpatched, because its results
-    would differ. Position_ids may mark such documents, which the unpatched model ignores.
+    would differ. Documents are marked by position_ids, or by FlashAttention's argument
+    cu_seq_lens_q.
 
     Args:
         kwargs: arguments of a model's call.

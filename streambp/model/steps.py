@@ -240,9 +240,10 @@ class Steps:
             Variable._execution_engine.queue_callback(_BackwardEndCallback(self, step))  # type: ignore[attr-defined]
 
     def settle(self) -> None:
-        """Mark the last step as ended, and add the step to `unpatched` and `short`. Log a line if
-        the step ran in a way that was not logged before. Called when the step's backward ends, or
-        else when the next step begins."""
+        """Mark the last step as ended. Count the step in `unpatched` if the step ran unpatched, and
+        in `short` if the step freed saved tensors early. Log a line if the step ran in a way that
+        was not logged before. Called when the step's backward ends, or else when the next step
+        begins."""
         step = self.last
         if step is None or step.over:
             return

@@ -100,7 +100,7 @@ class UnpatchedRuns:
     Args:
         config: the user's settings.
         saves_policy: predicts the bytes of each layer's graph, and the free bytes.
-        steps: notes on the model's steps, with the records of its layers.
+        steps: notes on the model's steps, and the state of each decoder layer (`LayerState`).
 
     Attributes:
         max_tokens: limit on the tokens of a micro-batch over all rows, lowered after a run that
@@ -108,7 +108,8 @@ class UnpatchedRuns:
         factor: forward's measured memory divided by the predicted memory; multiplies later
             predictions.
         within: True while an unpatched forward runs.
-        drew: True if a forward without gradients has drawn random numbers.
+        drew: True if a forward without gradients has drawn random numbers; no micro-batch runs
+            unpatched afterwards.
     """
 
     def __init__(self, config: StreamConfig, saves_policy: SavesPolicy, steps: Steps) -> None:
@@ -121,7 +122,8 @@ class UnpatchedRuns:
         self.drew = False
 
     def __getstate__(self) -> Any:
-        """Return the state for copy and pickle, as before the first step."""
+        """Return the arguments of the constructor, for copy and pickle. A copy starts as before the
+        first step."""
         return self.config, self.saves_policy, self.steps
 
     def __setstate__(self, state: Any) -> None:
@@ -204,9 +206,11 @@ class UnpatchedRuns:
         return result
 
     def watch_draws(self, run: Callable[[], T], device: torch.device) -> T:
-        """Call `run` and return its result. Record in `drew` if it drew random numbers. No later
-        micro-batch then runs unpatched, because attention in chunks draws other dropout masks than
-        torch's.
+        """Call `run` and return its result. Record in `drew` if `run` drew random numbers.
+
+        No later micro-batch then runs unpatched. The program may be GradCache, which runs a batch
+        without gradients first, and again with gradients. Both runs must draw the same dropout
+        masks, but torch's own attention draws other masks than attention in chunks.
 
         Args:
             run: a forward in chunks and without gradients.
@@ -307,8 +311,8 @@ def unpatched_saved_bytes(
         tokens: number of tokens over all rows.
         length: tokens of each row.
         device: the device.
-        heads: the number of heads in each layer for which torch would build attention scores [T,
-            T].
+        heads: one number for each layer: the heads for which torch would build attention scores
+            [T, T]; 0 if a fused kernel computes the layer's attention.
         vocabulary: V.
         factor: multiplies the predicted bytes.
     """
@@ -326,8 +330,8 @@ def is_plain(layer_state: LayerState) -> bool:
     """True if the unpatched forward of a layer gives the same numbers as its chunked forward, and
     the layer's own code does not build attention scores [T, T].
 
-    A micro-batch runs unpatched only if all layers are plain. A layer with an engine's hooks inside
-    (DeepSpeed, FSDP) is not.
+    A micro-batch runs unpatched only if this is True for all layers. False for a layer with hooks
+    of an engine (DeepSpeed, FSDP) inside.
     """
     if (
         layer_state.last_call.report.reason is not None

@@ -44,10 +44,10 @@ def warm_up(model: nn.Module, **inputs: Any) -> None:
 
     The first call of each kind (training or evaluation, dtype, arguments) runs layers on a few
     random tokens, with backward. Hooks that accumulate values (calibration statistics, K-FAC,
-    influence) would include these tokens. After `warm_up` no such test runs with hooks that are
-    added later and only observe: such hooks receive the batches' tokens and gradients alone. The
-    first step also becomes faster, because planning, tests, compilation of kernels and pinning of
-    host memory are done.
+    influence functions) would include these tokens. After `warm_up` no such test runs with hooks
+    that are added later and only observe: such hooks receive only the batches' tokens and
+    gradients. The first step also becomes faster, because planning, tests, compilation of kernels
+    and pinning of host memory are done.
 
     Afterwards gradients, buffers, Python state of modules and hooks, the record of the last step
     and random generators are as before. A hook that is added later and changes its inputs, or
@@ -117,8 +117,8 @@ def warm_up(model: nn.Module, **inputs: Any) -> None:
 
 
 def _earlier_warm_up(layers: list[LayerForward]) -> WarmUp:
-    """Return the state that an earlier `warm_up` left on these layers (`WarmUp`). Return a new
-    state if there is none, or if a later hook has modified a value since."""
+    """Return the `WarmUp` state that an earlier `warm_up` has stored for these layers. Return a new
+    state if there is none, or if a hook that was added later has modified a value of a layer."""
     for wrapper in layers:
         warm_up_record = wrapper.layer_state.tests.warm_up
         if warm_up_record is not None and warm_up_record.on:

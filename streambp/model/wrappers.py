@@ -89,6 +89,7 @@ class LayerForward(InstanceForward):
         index: index of the layer among all decoder layers of the patched model.
         final_norm: the backbone's final norm, if this is the last layer; the loss may compute the
             norm block by block. None for other layers.
+        tower: True if the layer belongs to a vision or audio tower.
     """
 
     def __init__(
@@ -97,13 +98,14 @@ class LayerForward(InstanceForward):
         state: PatchState,
         index: int = 0,
         final_norm: nn.Module | None = None,
+        tower: bool = False,
     ) -> None:
         super().__init__(module)
         self.state = state
         self.layer_state = LayerState(
             module,
             state.config,
-            kind_of(module),
+            kind_of(module, tower),
             offloader=state.offloader,
             weights=state.weights,
             index=index,
@@ -141,8 +143,8 @@ class LayerForward(InstanceForward):
             self.leaf.remove()
 
     def remove_from_attributes(self, attributes: dict[str, Any]) -> None:
-        """Remove what this object installed on its layer from the attributes of a copy of the
-        layer.
+        """Remove the replaced forward and the other changes of this object, such as the mark of a
+        ZeRO-3 leaf module, from the attributes of a layer's copy.
 
         Args:
             attributes: the copy's `__dict__`.
@@ -207,6 +209,7 @@ class LayerForward(InstanceForward):
             kwargs.get("attention_mask") is None
             and len(args) < 2
             and self.layer_state.kind.attention.reads_a_mask
+            and not self.layer_state.kind.attention.needs_no_mask
         )
         if unmasked and any(
             config._attn_implementation == EAGER for config in attention_configs(self.module)
@@ -354,7 +357,7 @@ class BackboneForward(InstanceForward):
                     output = self._run(kwargs)
                 else:
                     output = self._run_watching_draws(kwargs)
-                self._note(tokens)
+                self._note(_tokens_of_call(tokens, output))
                 return with_absent_cache(output) if cacheless else output
             finally:
                 context.asked_cache = False
@@ -370,7 +373,7 @@ class BackboneForward(InstanceForward):
         unpatched model would ignore packed documents, and if user hooks ran in tests of layers.
 
         Args:
-            tokens: input_ids [B, T], or inputs_embeds [B, T, h].
+            tokens: input_ids [B, T], inputs_embeds [B, T, h], or a tower's output [B, T, h].
         """
         state = self.state
         context = state.running
@@ -421,7 +424,8 @@ class BackboneForward(InstanceForward):
 
     def _run_watching_draws(self, kwargs: dict[str, Any]) -> Any:
         """Return the output of a forward without gradients, and record if the forward drew random
-        numbers, which a forward with gradients may have to draw again (GradCache)."""
+        numbers. GradCache runs such a forward first, and then a forward of the same batch with
+        gradients, which must draw the same numbers."""
         state = self.state
         device: torch.device = self.module.device  # type: ignore[assignment]
         run = functools.partial(self._run, kwargs)
@@ -514,7 +518,8 @@ class BackboneForward(InstanceForward):
                 raise StreamBPError(
                     f"A layer of {type(self.module).__name__} reads the attention mask of streamed "
                     f"layers, and is none of those that streambp.patch found ({error}). If you have "
-                    "replaced layers since, call streambp.patch again."
+                    "replaced layers since, call streambp.patch again. towers=False leaves a tower "
+                    "as it is."
                 ) from error
 
     def _call_again(self, kwargs: dict[str, Any], request: HeadRequest) -> Any:
@@ -524,7 +529,8 @@ class BackboneForward(InstanceForward):
 
         Args:
             kwargs: arguments of the call.
-            request: request of the output projection, which computes the final norm.
+            request: options and results of the output projection (`HeadRequest`), which also
+                computes the final norm.
         """
         context = self.state.running
         previous = context.defer_norm, context.is_recomputation
@@ -539,10 +545,10 @@ class BackboneForward(InstanceForward):
         """True if this call is computed chunk by chunk: no cache is passed, and neither a cache nor
         attention weights are returned.
 
-        If a call has no `use_cache`, the model's config decides, as unpatched. Training mode
-        ignores the config, without gradients, too: most programs never read the cache of a step,
-        gradient checkpointing returns none either, and dropout must draw the same masks as in the
-        step of GradCache. A caller that passes `use_cache=True` gets a cache.
+        A caller that passes `use_cache=True` gets a cache. If a caller does not pass `use_cache`,
+        the model's config decides in evaluation. Training mode ignores the config, because most
+        programs never read the cache of a step. This also holds without gradients: GradCache runs
+        a batch without gradients first, and must draw the same dropout masks again with gradients.
         """
         if has_cache(kwargs):
             self.state.history.given_cache |= torch.is_grad_enabled() and self.module.training
@@ -680,3 +686,19 @@ class BackboneForward(InstanceForward):
             for w in self.state.wrappers
             if isinstance(w, LayerForward) and id(w.module) in layer_ids
         ]
+
+
+def _tokens_of_call(tokens: Any, output: Any) -> Any:
+    """Return the tokens of a backbone's call, for `describe`. A tower gets no tokens; its last
+    hidden states [B, T, h] are returned, or None if they have no batch dimension.
+
+    Args:
+        tokens: input_ids [B, T] or inputs_embeds [B, T, h]; None for a tower.
+        output: the backbone's output.
+    """
+    if tokens is not None:
+        return tokens
+    states = getattr(output, "last_hidden_state", None)
+    if isinstance(states, Tensor) and states.dim() == 3:
+        return states
+    return None

@@ -14,7 +14,8 @@ def manager_of(model: nn.Module) -> OffloadManager:
     `stats`, `abort` (after an exception) and `close`.
 
     Args:
-        model: a patched model, a module around the model, or a patched part.
+        model: a patched model, a module around the model, or a module inside whose forward was
+            replaced.
 
     Raises:
         StreamBPError: the patch does not offload tensors, or offload="if_faster" has not moved any

@@ -37,9 +37,9 @@ class BufferStack:
         segments: the memory, as tensors [bytes] in uint8.
         size: bytes of all segments.
         used_bytes: bytes of the allocated ranges.
-        last_uses: dict from (engine, queue) to the event of the last copy that read or wrote this
-            memory. A copy that overwrites the memory must wait for all of these events (wait 5 of
-            [Note: offload order]).
+        last_uses: dict from (a device's `Engine`, name of its queue) to the event of the last copy
+            that read or wrote this memory. A copy that overwrites the memory must wait for all of
+            these events (wait 5 of [Note: offload order]).
     """
 
     kind: str

@@ -25,6 +25,7 @@ RETURNED_MARGIN, RETURNED_MARGIN_AFTER_FAILURE = (
     0.1,
     0.01,
 )  # fraction of an unused margin returned by a good step; after a failure
+MAX_MARGINS = 32  # maximal number of margins
 META_DEVICE = torch.device("meta")  # before the first micro-batch
 ATTENTION_SECONDS_RATIO = (
     1.12  # seconds of an attention FLOP / of a product FLOP, on an H200 (`rates.py`)
@@ -128,6 +129,9 @@ class Candidate:
     flops_per_byte: float
 
 
+SIZE: Callable[[Candidate], float] = operator.attrgetter("bytes")
+
+
 class LayerCost(NamedTuple):
     """Bytes and FLOPs (`Cost`) of one layer's saved tensors, as predicted or measured for a call of
     `tokens` tokens over all rows, with `length` tokens in each row.
@@ -140,6 +144,9 @@ class LayerCost(NamedTuple):
         length: tokens of each row.
         situations: number of kinds of backward (with frozen weights, without) that have run. `cost`
             leaves out the Linear outputs that no kind reads.
+        arguments: bytes of the layer's arguments beside its input, such as cosines and sines. All
+            layers of a device share them; a layer on another device than the model's input has its
+            own copies.
     """
 
     device: torch.device
@@ -148,6 +155,7 @@ class LayerCost(NamedTuple):
     tokens: int
     length: int
     situations: int
+    arguments: float = 0.0
 
     def scaled_to(self, tokens: int) -> Cost:
         """Return the bytes and FLOPs (`Cost`) for a call of another number of tokens, in rows of
@@ -164,6 +172,17 @@ class LayerCost(NamedTuple):
             scale * size for size in (cost.x, cost.attn_out, cost.kv, cost.attention_flops)
         )
         return Cost(x, attn_out, kv, flops, products, cost.overwritten)
+
+    def held_bytes(self, tokens: int, home: torch.device) -> float:
+        """Return the bytes that the layer holds from its forward to its backward if it saves
+        nothing: its input, and copies of its arguments.
+
+        Args:
+            tokens: tokens over all rows.
+            home: device of the model's input, whose layers share their arguments.
+        """
+        copies = 0.0 if self.device == home else self.arguments
+        return (self.cost.x + copies) * tokens / self.tokens
 
     def graph_candidate(self, index: int, tokens: int, options: list[Candidate]) -> Candidate:
         """Return the autograd graph of layer `index` as one tensor to save (`Candidate`). A saved
@@ -233,8 +252,9 @@ class ObservedCosts:
         costs: bytes and FLOPs of each chunk whose forward has ended.
         graph: bytes of the autograd graphs of all chunks, as backward builds them.
         marks: device times at the start of forward and at the end of each chunk.
-        attention: device times (start, end) of each chunk's attention, if attention is timed by
-            itself.
+        attention: device times (start, end) of each chunk's attention, if attention is timed
+            separately (in layers whose chunks all read the same keys).
+        arguments: bytes of the layer's arguments beside its input.
     """
 
     device: torch.device
@@ -248,6 +268,7 @@ class ObservedCosts:
     marks: list[Any] = dataclasses.field(default_factory=list)
     # device times at which a chunk's attention began and ended, if attention is timed by itself
     attention: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
+    arguments: float = 0.0
 
     def clock(self) -> Any:
         """Return the current device time, for `mark_attention`; None if chunks are not timed."""
@@ -288,7 +309,9 @@ class ObservedCosts:
         cost = dataclasses.replace(total, products=products)
         # 0 if another forward ran before backward
         graph = self.graph + cost.kv if self.graph else 0.0
-        return LayerCost(self.device, cost, graph, self.tokens, self.length, len(self.unread))
+        return LayerCost(
+            self.device, cost, graph, self.tokens, self.length, len(self.unread), self.arguments
+        )
 
     def chunk_seconds(self) -> list[float]:
         """Return the seconds of each chunk's forward, from which speeds of attention and copies
@@ -299,7 +322,7 @@ class ObservedCosts:
         return [self.engine.seconds(start, stop) for start, stop in pairs]
 
     def attention_seconds(self) -> float:
-        """Return the seconds of attention in all chunks; 0 if attention was not timed by itself."""
+        """Return the seconds of attention in all chunks; 0 if attention has no separate times."""
         if self.engine is None:
             return 0.0
         return sum(self.engine.seconds(began, ended) for began, ended in self.attention)
@@ -310,8 +333,8 @@ def attention_rate(layers: Iterable[ObservedCosts]) -> float:
     decides if attention outputs are copied to the host or computed again.
 
     Causal chunks differ only in the number of keys that they attend to, so the increase of their
-    times is attention's. A layer whose chunks all read the same keys has timed its attention by
-    itself.
+    times is attention's. If all chunks of a layer read the same keys, its attention was timed
+    separately.
 
     Args:
         layers: measurements of each layer's forward.
@@ -373,8 +396,8 @@ class SavesChoice:
         tokens: tokens over all rows.
         length: tokens of each row.
         chunk: tokens of each chunk over all rows.
-        headroom: bytes available for saved tensors on the device and on the host, after the layers'
-            inputs and all other needs of the step.
+        headroom: bytes of the device available for saved tensors, beside all other needs of the
+            step. Under offloading the number is not reported.
         plan: tensors that each layer saves, by the layer's index; an argument of the constructor
             alone.
         measured: the measured forward behind the choice, if saved tensors are copied to the host;
@@ -386,8 +409,8 @@ class SavesChoice:
         min_free_bytes: smallest number of free bytes on the device during the micro-batch.
         drop_reason: the reason why all saved tensors were freed before their backward; None: no
             tensor was freed.
-        spared: computation that backward is spared, in FLOPs of matrix products; attention's FLOPs
-            are converted by their time.
+        spared: computation that backward is spared, in FLOPs of matrix products. Attention counts
+            as matrix products of the same duration.
         bytes: bytes that all layers save, by name of the tensor.
         layers: number of layers that save the tensor, by name of the tensor.
     """
@@ -422,6 +445,28 @@ class SavesChoice:
             self.bytes[candidate.name] = self.bytes.get(candidate.name, 0.0) + candidate.bytes
             self.layers[candidate.name] = self.layers.get(candidate.name, 0) + 1
             self.spared += candidate.bytes * candidate.flops_per_byte
+
+    def explain(self, cost: Cost, layers: int, never_leave: tuple[str, ...], full: str) -> None:
+        """Note in `left_out` why tensors are not saved by all layers, under offloading.
+
+        Args:
+            cost: bytes of all layers' tensors.
+            layers: number of layers.
+            never_leave: names of the tensors that are computed again faster than copied.
+            full: the reason for other tensors.
+        """
+        why = self.left_out
+        for name in never_leave if cost.attn_out else ():
+            if self.layers.get(name, 0) < layers:
+                why[name] = "attending again is faster than copying"
+        for name in sorted(cost.overwritten):
+            why.setdefault(name, "layers that overwrite it compute it again")
+        for name in (
+            *(name for name in ("attn_out", "kv") if getattr(cost, name)),
+            *cost.products,
+        ):
+            if self.layers.get(name, 0) < layers:
+                why.setdefault(name, full)
 
     @property
     def leaving(self) -> float:
@@ -476,6 +521,16 @@ class MemoryNeed:
         """
         raise NotImplementedError
 
+    def on_device(self, device: torch.device, costs: Mapping[int, LayerCost]) -> MemoryNeed:
+        """Return the part of the memory that lies on one device, for a model whose layers lie on
+        several. The result is this object, the memory of the full step, if the parts are unknown.
+
+        Args:
+            device: the device.
+            costs: device and bytes of each layer, by the layer's index.
+        """
+        return self
+
     def chunk_bytes(self, chunk: int) -> float:
         """Return the bytes needed to compute one chunk of `chunk` tokens, beyond the bytes in use
         before the chunk. Saved tensors are freed if less memory is free."""
@@ -525,7 +580,7 @@ class StepFigures:
     Attributes:
         need: device memory of a step without saved tensors; None: unknown.
         costs: bytes and FLOPs of the tensors that each layer may save, by the layer's index.
-            Measured steps correct them.
+            Measurements of a layer's steps later replace the layer's entry.
         seconds: maps (tokens, tokens of a chunk) to seconds of a step without saved tensors; None:
             unknown.
         products: FLOP/s of matrix products.
@@ -543,6 +598,32 @@ class StepFigures:
     link: float = 0.0
     why: str = ""
     on_host: Callable[[], HostStepFigures | None] | None = None
+
+    def free_by_device(
+        self, home: torch.device, free: Callable[[torch.device], float | None]
+    ) -> dict[torch.device, float]:
+        """Return the free bytes of each device that has layers and reports its memory; {} if the
+        device of the first layer reports none.
+
+        Args:
+            home: the device of the first layer.
+            free: returns the bytes that a device has free; None: unknown.
+        """
+        at_home = free(home)
+        if at_home is None:
+            return {}
+        free_bytes = {home: at_home}
+        for cost in self.costs.values():
+            if cost.device not in free_bytes:
+                size = free(cost.device)
+                if size is not None:
+                    free_bytes[cost.device] = size
+        return free_bytes
+
+    def device(self, index: int) -> torch.device | None:
+        """Return the device of layer `index`; None before the layer was counted or measured."""
+        cost = self.costs.get(index)
+        return None if cost is None else cost.device
 
     def max_spared_seconds(self, tokens: int, length: int) -> float:
         """Return the seconds of recomputation that backward need not do if all layers save all
@@ -582,12 +663,13 @@ class Shortage:
     that similar micro-batches leave free.
 
     Attributes:
-        key: equal for similar micro-batches: tokens of a step and of a chunk. If saved tensors move
-            to the host, the key also has the length of a row and `policy.HOST_MARGIN_KEY`.
+        key: equal for similar micro-batches: the device, and tokens of a step and of a chunk. If
+            saved tensors move to the host, the key has the length of a row and
+            `policy.HOST_MARGIN_KEY` in place of the device.
         headroom: bytes available for saved tensors.
         planned: bytes of the tensors planned to be saved.
         planned_by_layer: the bytes in `planned` by layer index.
-        shortfall: largest shortfall in bytes; a negative number of bytes stayed free.
+        shortfall: most bytes of free memory that were lacking; negative if bytes stayed free.
         saves_dropped: True if the saved tensors were freed before their backward.
         failed: True if the device ran out of memory.
         margin: bytes that the next similar micro-batch leaves free, in addition to those that its
@@ -624,30 +706,57 @@ class Shortage:
 
 
 @dataclasses.dataclass
-class BatchSaves:
-    """Tensors that the layers save in the running micro-batch, and the free memory that is expected
-    while its forward runs.
+class DeviceWatch:
+    """The free memory of one device that is expected while a micro-batch runs, and what is missing.
 
     Attributes:
-        plan: tensors that each layer saves, by the layer's index.
-        device: device of the first layer; only layers on this device save.
-        last: index of the layer whose forward began last; infinity before the first layer.
-        expected: free bytes planned for the start of the next layer.
-        slack: shortfall of free memory, in bytes, up to which nothing is changed.
-        chunk_bytes: bytes that a chunk needs free; -infinity if nothing is saved.
-        shortage: record of the memory that the micro-batch lacks compared with `plan`; None if
-            nothing is saved.
+        expected: free bytes planned for the start of the device's next layer.
+        slack: bytes of free memory that may be lacking before layers save less than planned.
         retries: number of failed allocations of torch's allocator (`num_alloc_retries`) when the
             micro-batch began.
         others_are_seen: True if the reported free memory includes changes by other processes.
+        chunk_bytes: bytes that a chunk needs free.
+        shortage: record of the memory that the micro-batch lacks on the device compared with the
+            plan; None if the device's layers save nothing.
     """
 
-    plan: dict[int, list[Candidate]] = dataclasses.field(default_factory=dict)
-    device: torch.device = META_DEVICE
-    last: float = math.inf
-    expected: float = 0.0
-    slack: float = 0.0
-    chunk_bytes: float = -math.inf
+    expected: float
+    slack: float
+    retries: int
+    others_are_seen: bool
+    chunk_bytes: float = 0.0
     shortage: Shortage | None = None
-    retries: int = 0
-    others_are_seen: bool = False
+
+    def learn(self, retries: int, margins: dict[tuple[Any, ...], Shortage]) -> None:
+        """Add the record of missing memory to `margins`, with the margin for the next similar
+        micro-batch. The oldest of too many records is removed.
+
+        Args:
+            retries: number of failed allocations of torch's allocator now.
+            margins: records of earlier micro-batches, by `Shortage.key`.
+        """
+        shortage = self.shortage
+        assert shortage is not None
+        if retries > self.retries:  # the allocator freed its cache
+            shortage.shortfall = max(shortage.shortfall, self.slack)
+        shortage.learn(margins.pop(shortage.key, None))
+        if len(margins) == MAX_MARGINS:
+            del margins[next(iter(margins))]
+        margins[shortage.key] = shortage
+
+
+@dataclasses.dataclass
+class BatchSaves:
+    """Tensors that the layers save in the running micro-batch, and the free memory of the devices.
+
+    Attributes:
+        home: device of the first layer.
+        plan: tensors that each layer saves, by the layer's index.
+        last: index of the layer whose forward began last; infinity before the first layer.
+        devices: expected free memory of each device; only layers on these devices save.
+    """
+
+    home: torch.device = META_DEVICE
+    plan: dict[int, list[Candidate]] = dataclasses.field(default_factory=dict)
+    last: float = math.inf
+    devices: dict[torch.device, DeviceWatch] = dataclasses.field(default_factory=dict)

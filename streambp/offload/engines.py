@@ -253,8 +253,8 @@ class AcceleratorEngine(Engine):
             return self._reserve(size)
 
     def _reserve(self, size: int) -> Tensor:
-        """Reserve host memory as `host_buffer` does, without its line of progress on the terminal.
-        Warn at the first failure to pin.
+        """Return host memory [size], uint8, like `host_buffer`, but without the line of progress
+        that `host_buffer` shows on the terminal. Warn at the first failure to pin.
 
         Args:
             size: number of bytes.

@@ -87,9 +87,9 @@ class FreeMemory:
         self._limits.clear()
 
     def sees_others(self, device: torch.device) -> bool:
-        """True if the device's free memory is read anew in each call, as a CPU's is. Allocations of
-        other processes then change it, and a shortage of memory does not prove a prediction wrong.
-        False if the driver's first answer is cached, as a GPU's is.
+        """True if the reported free memory of a device includes changes by other processes. A
+        shortage of memory then does not prove a prediction wrong. True for a CPU: its free memory
+        is read again and again. False for a GPU: its driver is queried once for each forward.
         """
         return self._limits.get(device) is None
 
@@ -191,7 +191,7 @@ def host_limit(
     for limit, usage, stat, cached in _groups(cgroup, _text(membership)):
         limit_text = _text(limit).strip()
         if limit_text.isdigit() and int(limit_text) < UNLIMITED_BYTES:
-            # Cache counts as free, as in MemAvailable: a checkpoint that was just read fills the
+            # Cache counts as free, as in MemAvailable. A checkpoint that was just read fills the
             # cache.
             cache = re.search(rf"^{cached} (\d+)", _text(stat), re.MULTILINE)
             limits.append(

@@ -43,8 +43,12 @@ SendGradients = Callable[[Sequence[Tensor], Sequence[Tensor | None]], list[Tenso
 
 
 class GradientArrival(torch.autograd.Function):
-    """Autograd function that returns weights [...] on the host unchanged. Backward waits until
-    their gradients have been copied from the device."""
+    """Autograd function between weights [...] in host memory and the autograd function of their
+    layer. Forward returns the weights unchanged.
+
+    The layer's backward computes the gradients of the weights on the device, and starts copies of
+    the gradients to the host. Backward of this function waits until these copies have ended, and
+    returns the gradients on the host."""
 
     @staticmethod
     def forward(ctx: Any, arrival: CopyEvents, *weights: Tensor) -> tuple[Tensor, ...]:

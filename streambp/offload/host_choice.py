@@ -92,8 +92,8 @@ class MovingStep:
         shape: size of the micro-batch.
         fits: True if the step fits on the device and on the host.
         placement: the saved tensors, and where they are.
-        free_bytes: bytes of the device that are free beside a step that saves nothing but inputs,
-            on the host.
+        free_bytes: bytes of the device that stay free in a step whose layers save only their
+            inputs, on the host.
         headroom: bytes of the device for saved tensors.
         host: bytes of host memory for saved tensors.
         in_flight: bytes of the device for copies that are under way.
@@ -126,8 +126,8 @@ def predicted_move(
     Args:
         costs: bytes and FLOPs of the tensors that each layer may save.
         shape: size of the micro-batch.
-        free_bytes: bytes of the device that are free beside a step that saves nothing but inputs,
-            on the host. Negative: the step does not fit.
+        free_bytes: bytes of the device that stay free in a step whose layers save only their
+            inputs, on the host. Negative: the step does not fit.
         host: bytes of host memory for saved tensors.
         pace: speed of the step's parts.
     """
@@ -167,16 +167,17 @@ class HostChoice:
         price: seconds of pinning, for each byte of host memory.
 
     Attributes:
-        saved_up_seconds: seconds that moving would have spared in the micro-batches so far that did not
-            move.
+        saved_up_seconds: seconds that moving would have spared in all micro-batches since tensors
+            moved last.
         allowed: False while ranks share sequences; saved tensors then stay on the device.
-        drew: True if a forward without gradients has drawn random numbers; saved tensors then stay.
+        drew: True if a forward without gradients has drawn random numbers; saved tensors then stay
+            on the device.
         gain: seconds that moving spares in the last micro-batch, by prediction; 0 if nothing would
             be spared.
         waited: seconds that moving may have spared, at most, in the micro-batches so far. The first
             prediction of a moving step takes seconds, and is made once `waited` is large enough.
-        unpaid_seconds: seconds that the price exceeds `saved_up_seconds` by, if this is why the last
-            micro-batch did not move; 0 otherwise.
+        unpaid_seconds: seconds of pinning beyond `saved_up_seconds` and `gain`, if the last
+            micro-batch did not move for this reason; 0 otherwise.
     """
 
     def __init__(self, manager: OffloadManager, price: float = PINNING_SECONDS_PER_BYTE) -> None:
@@ -216,9 +217,10 @@ class HostChoice:
         return result
 
     def must_draw_alike(self) -> bool:
-        """True if the running forward and another one may have to draw the same random numbers, as
-        in GradCache and in a program's checkpoint. Draws depend on chunk sizes, and chunk sizes on
-        the host. Saved tensors of such forwards must therefore stay on the device."""
+        """True if the running forward and another forward of the batch may have to draw the same
+        random numbers, as in GradCache and in a checkpoint. A step that moves
+        tensors to the host may have other chunk sizes, and then draws other numbers. Saved tensors
+        of such forwards must therefore stay on the device."""
         return (
             self.drew
             or not torch.is_grad_enabled()
@@ -227,11 +229,15 @@ class HostChoice:
         )
 
     def host_headroom(self, figures: HostStepFigures) -> float:
-        """Return the bytes of host memory that a micro-batch can take. The bytes that a training
-        engine (DeepSpeed) will allocate are left out, and are stored as the manager's `set_aside`.
+        """Return the bytes of host memory that are left for saved tensors of a new micro-batch. 0
+        if host memory cannot be pinned.
+
+        The method also stores `figures.set_aside` in the manager: the bytes of host memory that a
+        training engine (DeepSpeed) will allocate. The manager's limit on host memory leaves these
+        bytes free. The limit is fixed when the manager first moves tensors.
 
         Args:
-            figures: predictions about steps that move layer inputs.
+            figures: predictions about steps that move layer inputs; only `set_aside` is read.
         """
         self.manager.set_aside = figures.set_aside
         return self.manager.host_room()
@@ -251,7 +257,7 @@ class HostChoice:
             figures: predictions about steps that move layer inputs.
             costs: bytes and FLOPs of the tensors that each layer may save.
             shape: size of the micro-batch.
-            free_bytes: bytes of the device that are free beside a step that saves nothing but
+            free_bytes: bytes of the device that stay free in a step whose layers save only their
                 inputs, on the host.
             host: bytes of host memory that the micro-batch can take.
         """
@@ -311,7 +317,8 @@ class HostChoice:
 
     def begin_micro_batch(self, step: MovingStep | None) -> None:
         """Record that a micro-batch begins. If the micro-batch does not move, the seconds that
-        moving would have spared are added to `saved_up_seconds`; otherwise `saved_up_seconds` becomes 0.
+        moving would have spared are added to `saved_up_seconds`. Otherwise `saved_up_seconds`
+        becomes 0.
 
         Args:
             step: the prediction by which the micro-batch moves; None: the micro-batch does not

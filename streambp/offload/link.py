@@ -57,7 +57,8 @@ class LinkBudget:
     def room_on_device(self, tokens: int) -> float:
         """Return the bytes of the manager's `gpu_memory` that are free for saved tensors that stay
         on the device. K and V of one layer and saved tensors of earlier micro-batches are
-        subtracted: K and V move once for each chunk, saved tensors once.
+        subtracted. K and V come first, because on the host they would be copied for each chunk, and
+        a saved tensor only once.
 
         Args:
             tokens: tokens over all rows.

@@ -452,10 +452,11 @@ class HostTensors:
         return self._transfers.release() > 0
 
     def drop(self, names: Callable[[str], bool]) -> set[str]:
-        """Remove stored tensors that stay on the device, and return their names.
+        """Remove tensors that are stored on the device and not on the host, to free device memory.
+        Return the names of the removed tensors.
 
         Args:
-            names: function that returns True for the name of a tensor to remove.
+            names: function that returns True if tensors of the given name may be removed.
         """
         dropped = set()
         for access, entry in list(self._entries.items()):

@@ -116,8 +116,8 @@ class Placement:
     @property
     def spared(self) -> float:
         """Return the computation that backward is spared by the saved tensors, in FLOPs of matrix
-        products; attention's FLOPs are converted by their time. Choices are compared by this
-        number."""
+        products. Attention counts as matrix products of the same duration. Choices are compared by
+        this number."""
         return sum(
             candidate.bytes * candidate.flops_per_byte
             for candidates in self.saved.values()
@@ -178,8 +178,8 @@ class _PlacementSearch:
 
         Args:
             on_device: price of a byte of the device.
-            on_host: price of a byte of the host. Tensors that spare at most this many FLOPs for
-                each byte are the last to be copied to the host.
+            on_host: price of a byte of the host. Tensors that spare more FLOPs for each byte are
+                chosen first, in all layers. Other tensors are copied to the host if room is left.
         """
         headroom = self.headroom
         placement = Placement(sizes=self.inputs)
@@ -236,8 +236,9 @@ class _PlacementSearch:
         Args:
             candidates: tensors of the layer that may be copied to the host.
             headroom: bytes that may be copied.
-            price: FLOPs that a byte of the device spares if another tensor takes it. A tensor that
-                spares more FLOPs for each byte counts as this price only.
+            price: FLOPs that a byte of the device spares if another tensor takes it. A candidate
+                counts with at most this many FLOPs for each byte, because the device could also
+                store the candidate at this price.
         """
         if len(candidates) > MAX_COMBINED_TENSORS:
             choice = []
@@ -266,8 +267,9 @@ def _best_set(candidates: Sequence[Candidate], headroom: float, price: float) ->
     Args:
         candidates: a few tensors of one layer.
         headroom: bytes that may be copied to the host.
-        price: FLOPs that a byte of the device spares if another tensor takes it. A tensor that
-            spares more FLOPs for each byte counts as this price only.
+        price: FLOPs that a byte of the device spares if another tensor takes it. A candidate
+            counts with at most this many FLOPs for each byte, because the device could also
+            store the candidate at this price.
     """
     best: tuple[int, ...] = ()
     max_value = 0.0

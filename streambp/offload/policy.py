@@ -23,6 +23,9 @@ formula is wrong, or other users take memory meanwhile, less is saved:
     the next steps of as many tokens   leave the missing memory free too; each successful step returns
                                        a tenth of this margin
 
+Each device's layers save what fits beside the device's part of the step ([Note: parts of a step]).
+All devices have the same chunk size.
+
 The driver reports the free memory when a forward begins and when its first layer begins. Between
 these points the driver's last report and torch's own counters give the free memory.
 
@@ -56,8 +59,10 @@ import torch
 from streambp.chunks import AUTO_RULE, floor_power_of_two, plan_chunks
 from streambp.offload.costs import (
     GRAPH,
+    SIZE,
     BatchSaves,
     Candidate,
+    DeviceWatch,
     ForwardMeasurement,
     LayerCost,
     MicroBatchChoice,
@@ -72,25 +77,25 @@ from streambp.offload.host_choice import HostChoice, MicroBatchShape, MovingStep
 from streambp.offload.link import LinkBudget
 from streambp.offload.placement import Headroom, Placement, choose_placement
 
-IGNORED_FREE_MEMORY_FRACTION = (
-    0.01  # fraction of the initial free memory; smaller deviations are ignored
-)
+# fraction of the initial free memory; smaller deviations are ignored
+IGNORED_FREE_MEMORY_FRACTION = 0.01
 HEADROOM_STEPS_PER_INPUT = 64  # rooms that are told apart, for the bytes of all layers' inputs
 CHUNK_TOKENS = (32768, 16384, 8192, 4096, 2048, 1024)  # over all rows of the batch
 EQUAL_SECONDS_TOLERANCE = 0.002  # seconds with a smaller relative difference count as equal
 FORWARD_SECONDS_FRACTION = (
     0.25  # forward's fraction of a step's seconds; backward computes three times as much
 )
-MAX_MARGINS = 32  # maximal number of margins
 HOST_MARGIN_KEY = "on the host"  # marks the margins of micro-batches that move saved tensors
 
 Free = Callable[[torch.device], float | None]  # optional methods are those of `FreeMemory`
-HeadroomByLayer = list[list[float]]  # (index, bytes): common budget of all layers up to `index`
+FreeByDevice = Mapping[torch.device, float]
+# (index, bytes) of each device: common budget of its layers up to `index`
+Headrooms = Mapping[torch.device, list[list[float]]]
 
 
 class SavesPolicy:
     """Chooses chunk sizes, and the tensors that each layer saves for backward, by the free memory
-    of the device. [Note: saves that fit]
+    of the devices. [Note: saves that fit]
 
     Args:
         layers: number of layers.
@@ -143,8 +148,7 @@ class SavesPolicy:
         # choices with offload="auto", by the measurements and the device's room
         self._places: dict[tuple[ForwardMeasurement, float], Placement] = {}
         self._batch = BatchSaves()
-        # keys are tokens of a step and of a chunk, or `MicroBatchShape` and HOST_MARGIN_KEY
-        self.margins: dict[tuple[Any, ...], Shortage] = {}
+        self.margins: dict[tuple[Any, ...], Shortage] = {}  # by `Shortage.key`
 
     def __reduce__(self) -> Any:
         """Return the class and arguments of a copy without measurements, for copy and pickle."""
@@ -161,12 +165,12 @@ class SavesPolicy:
         )
 
     def begin_forward(self, device: torch.device, with_layers: bool = False) -> None:
-        """Record that a forward of the model begins. The device's free memory and the model's
-        predictions are read once for each forward.
+        """Record that a forward of the model begins, and read the device's free memory and the
+        model's predictions. A call of the first layer reads nothing if the backbone has called.
 
         Args:
             device: the device of the input.
-            with_layers: True if the caller is the first layer and not the model.
+            with_layers: True if the first layer calls; False if the backbone calls.
         """
         if not self._begun:
             getattr(self.free, "forget", bool)()
@@ -203,11 +207,12 @@ class SavesPolicy:
 
     def size(self, batch_size: int, length: int, device: torch.device) -> int:
         """Return the chunk size in positions of each row with which a step is fastest among the
-        sizes that fit into memory. If no size fits, return the smallest."""
+        sizes that fit into the memory of all devices. If no size fits, return the smallest."""
         figures = self.figures
         self.moving = None
-        free = None if figures.need is None or figures.seconds is None else self.free(device)
-        if free is None:
+        is_known = figures.need is not None and figures.seconds is not None
+        free = figures.free_by_device(device, self.free) if is_known else {}
+        if not free:
             return plan_chunks(length, batch_size, "auto").size
         size = 1
         best = math.inf
@@ -220,14 +225,15 @@ class SavesPolicy:
             sizes.append(positions)
             if math.isinf(best):
                 size = positions  # if no size fits, the last one remains
-            fits, plan, seconds = self.predict(free, tokens, batch_size * positions, device, length)
+            fits, plan, seconds = self.predict(free, tokens, batch_size * positions, length)
             if fits and seconds < best * (1 - EQUAL_SECONDS_TOLERANCE):
                 size = positions
                 best = seconds
                 best_plan = plan
         if self.host is not None and figures.on_host is not None:
             rows = (batch_size, length)
-            self.moving = self._faster_on_host(sizes, rows, device, free, (best, best_plan))
+            staying = (best, best_plan)
+            self.moving = self._faster_on_host(sizes, rows, device, free[device], staying)
             if self.moving is not None:
                 size = self.moving.shape.chunk // batch_size
             self._decided = MicroBatchShape(tokens, length, batch_size * size)
@@ -241,16 +247,15 @@ class SavesPolicy:
         free: float,
         staying: tuple[float, Mapping[int, list[Candidate]]],
     ) -> MovingStep | None:
-        """Return the prediction for the micro-batch if saved tensors must move to the host; None if
-        they must stay on the device. [Note: host by seconds]
+        """Return the prediction of the fastest step that moves saved tensors to the host. None
+        unless the step is allowed, fits and spares enough seconds. [Note: host by seconds]
 
         Args:
             sizes: chunk sizes to try, in positions of each row.
             rows: number of rows, and tokens of each row.
             device: the device.
             free: free bytes of the device.
-            staying: seconds and saved tensors of the fastest step that moves nothing; infinity if
-                none fits.
+            staying: seconds and saves of the fastest step that moves nothing; infinity: none fits.
         """
         host, figures = self.host, self.figures
         assert host is not None
@@ -275,12 +280,9 @@ class SavesPolicy:
         for size in dict.fromkeys(sizes):
             shape = MicroBatchShape(tokens, length, batch_size * size)
             # Memory that similar micro-batches lacked, wherever their tensors were.
-            shortages = (
-                self.margins.get(key) for key in ((*shape, HOST_MARGIN_KEY), (tokens, shape.chunk))
-            )
-            margin = max(
-                (shortage.margin for shortage in shortages if shortage is not None), default=0.0
-            )
+            keys = (*shape, HOST_MARGIN_KEY), (device, tokens, shape.chunk)
+            shortages = [self.margins[key] for key in keys if key in self.margins]
+            margin = max([shortage.margin for shortage in shortages], default=0.0)
             free_bytes = free - host_figures.need(tokens, shape.chunk, self.present) - margin
             step = host.predict(host_figures, costs, shape, free_bytes, host_headroom)
             if not step.fits:
@@ -292,47 +294,46 @@ class SavesPolicy:
         return fastest
 
     def predict(
-        self, free: float, tokens: int, chunk: int, device: torch.device, length: int
+        self, free: FreeByDevice, tokens: int, chunk: int, length: int
     ) -> tuple[bool, dict[int, list[Candidate]], float]:
         """Return (fits, plan, seconds), predictions for a step in chunks of `chunk` tokens. `fits`
-        is True if the step fits into memory. `plan` has the tensors that each layer can save, by
-        layer index. The step takes `seconds` with these tensors saved.
+        is True if the step fits into the memory of each device. `plan` has the tensors that each
+        layer can save, by layer index. The step takes `seconds` with these tensors saved.
 
         Args:
-            free: free bytes of the device.
+            free: free bytes of each device.
             tokens: tokens over all rows.
             chunk: tokens of a chunk over all rows.
-            device: the device.
             length: tokens of each row.
         """
-        headrooms = self._headroom_by_layer(free, tokens, chunk)
+        headrooms = self._headrooms(free, tokens, chunk)
         plan = {}
         seconds = math.inf
-        fits = min(headroom for _, headroom in headrooms) >= 0
+        fits = min([room for rooms in headrooms.values() for _, room in rooms]) >= 0
         if fits and self.keeps and self.link is None:
-            plan = self._fill(
-                headrooms, range(self.layers), device, tokens, length, chunk == tokens
-            )
+            plan = self._fill(headrooms, range(self.layers), tokens, length, chunk == tokens)
         if self.figures.seconds is not None:
             seconds = self.figures.seconds(tokens, chunk) - self.figures.spared(plan)
         return fits, plan, seconds
 
-    def _headroom_by_layer(self, free: float, tokens: int, chunk: int) -> HeadroomByLayer:
-        """Return pairs [index, bytes]: the bytes that saved tensors may take while the layers 0 to
-        `index` wait for their backward, that is after their forward.
+    def _headrooms(self, free: FreeByDevice, tokens: int, chunk: int) -> Headrooms:
+        """Return pairs [index, bytes] of each device: the bytes that saved tensors may take while
+        its layers up to `index` wait for their backward, that is after their forward.
 
         Args:
-            free: free bytes of the device.
+            free: free bytes of each device.
             tokens: tokens over all rows.
             chunk: tokens of a chunk over all rows.
         """
         assert self.figures.need is not None
-        shortage = self.margins.get((tokens, chunk))
-        free -= 0.0 if shortage is None else shortage.margin
-        return [
-            [last_index, free - size]
-            for last_index, size in self.figures.need.bytes_by_layer(tokens, chunk, self.present)
-        ]
+        headrooms = {}
+        for device, free_bytes in free.items():
+            shortage = self.margins.get((device, tokens, chunk))
+            free_bytes -= 0.0 if shortage is None else shortage.margin
+            need = self.figures.need.on_device(device, self.figures.costs)
+            sizes = need.bytes_by_layer(tokens, chunk, self.present)
+            headrooms[device] = [[last_index, free_bytes - size] for last_index, size in sizes]
+        return headrooms
 
     def saves(
         self, saved: Any, rows: int, can_keep_graph: Callable[[], bool]
@@ -356,10 +357,11 @@ class SavesPolicy:
         tokens = rows * length
         if index <= self._batch.last:
             self._begin(saved, rows)
-        elif self._batch.plan and saved.device == self._batch.device:
+        elif self._batch.plan and saved.device in self._batch.devices:
             self._shrink(saved, tokens)
         batch = self._batch
         batch.last = index
+        watch = batch.devices.get(saved.device)
         if self.host is not None:
             saved.moves = self.moving is not None
         cost_recorder = None
@@ -378,26 +380,27 @@ class SavesPolicy:
             cost_recorder = self._seen[index] = ObservedCosts(
                 saved.device, tokens, length, len(saved.plan), unread
             )
-        if saved.device != batch.device:
+        if watch is None or cost is None or cost.device != saved.device:
             return (), False, cost_recorder
         graph = GRAPH in [candidate.name for candidate in candidates]
         if graph and not (cost_recorder is None and can_keep_graph()):
             if cost_recorder is None:
                 self._by_name.add(index)
-            headrooms = [[math.inf, sum(candidate.bytes for candidate in candidates)]]
+            planned = sum(map(SIZE, candidates))
             graph = False
-            candidates = self._fill(headrooms, [index], None, tokens, length, True, (GRAPH,))[index]
+            headrooms = {saved.device: [[math.inf, planned]]}
+            candidates = self._fill(headrooms, [index], tokens, length, True, (GRAPH,))[index]
             batch.plan[index] = candidates
         elif index in self._by_name and can_keep_graph():
             self._by_name.discard(index)
         self._waiting.add(saved)
         if self.moving is not None:
-            batch.expected -= self.moving.placement.staying_bytes(index)
+            watch.expected -= self.moving.placement.staying_bytes(index)
         else:
-            inputs = 0.0 if cost is None else cost.scaled_to(tokens).x
-            batch.expected -= sum(candidate.bytes for candidate in candidates) + inputs
+            watch.expected -= sum(map(SIZE, candidates))
+            watch.expected -= cost.held_bytes(tokens, batch.home)
         return (
-            () if graph else tuple(candidate.name for candidate in candidates),
+            () if graph else tuple([candidate.name for candidate in candidates]),
             graph,
             cost_recorder,
         )
@@ -412,28 +415,29 @@ class SavesPolicy:
             tokens: tokens over all rows.
         """
         batch = self._batch
+        device = saved.device
+        watch = batch.devices[device]
         index = saved.layer_state.index
-        free = self._free_now()
-        short = 0.0 if free is None else batch.expected - free
-        if short <= batch.slack:
+        free = self._free_now(device)
+        if free is None or watch.expected - free <= watch.slack:
             return
-        batch.expected -= short
-        if batch.shortage is not None and not batch.others_are_seen:
-            batch.shortage.shortfall = max(batch.shortage.shortfall, short)
-        later = range(index, self.layers)
+        short = watch.expected - free
+        watch.expected -= short
+        if watch.shortage is not None and not watch.others_are_seen:
+            watch.shortage.shortfall = max(watch.shortage.shortfall, short)
+        later = [i for i in range(index, self.layers) if self.figures.device(i) == device]
         if self.moving is not None:
             freed = self.moving.placement.free_device(later, short)
             if freed < short:
-                self._drop(None, "less memory was free than planned")
+                self._drop(device, None, "less memory was free than planned")
             return
-        planned = sum(candidate.bytes for i in later for candidate in batch.plan.get(i, []))
+        planned = sum([sum(map(SIZE, batch.plan.get(i, ()))) for i in later])
         if short > planned:
-            self._drop(None, "less memory was free than planned")
+            self._drop(device, None, "less memory was free than planned")
         elif planned:
-            headrooms = [[math.inf, planned - short]]
-            batch.plan |= self._fill(
-                headrooms, later, batch.device, tokens, saved.plan.length, len(saved.plan) == 1
-            )
+            headrooms = {device: [[math.inf, planned - short]]}
+            is_unchunked = len(saved.plan) == 1
+            batch.plan |= self._fill(headrooms, later, tokens, saved.plan.length, is_unchunked)
 
     def _begin(self, saved: Any, rows: int) -> None:
         """Begin a micro-batch: learn from the previous micro-batch how much memory to leave free,
@@ -445,76 +449,83 @@ class SavesPolicy:
         """
         if not self.sizes:
             self.begin_forward(saved.device, with_layers=True)
-        previous = self._batch
-        shortage = previous.shortage
-        if shortage is not None:  # leave free what the previous one lacked
-            retries = getattr(self.free, "retries", lambda _: 0)(previous.device)
-            if retries > previous.retries:  # the allocator freed its cache
-                shortage.shortfall = max(shortage.shortfall, previous.slack)
-            shortage.learn(self.margins.pop(shortage.key, None))
-            self.margins = {
-                **dict(list(self.margins.items())[1 - MAX_MARGINS :]),
-                shortage.key: shortage,
-            }
+        for device, watch in self._batch.devices.items():
+            if watch.shortage is not None:  # leave free what the previous one lacked
+                watch.learn(getattr(self.free, "retries", lambda _: 0)(device), self.margins)
         self._seen = {}
-        self._batch = batch = BatchSaves(device=previous.device)
+        self._batch = batch = BatchSaves(saved.device)
         self.latest = None
         length = saved.plan.length
         chunk = rows * min(saved.plan.size, saved.plan.length)
         if self.link is not None:
             self._begin_on_host(self.link, rows * length, length, chunk)
             return
-        free = self.free(saved.device)
+        free = self.figures.free_by_device(saved.device, self.free)
         need = self.figures.need
         tokens = rows * length
-        if self.host is not None and self.figures.on_host is not None and free is not None:
+        if self.host is not None and self.figures.on_host is not None and free:
             self._decide_for(MicroBatchShape(tokens, length, chunk), saved.device, free)
             if self.moving is not None:
-                self._begin_moving(self.moving, saved.device, free)
+                self._begin_moving(self.moving, saved.device, free[saved.device])
                 return
-        batch.others_are_seen = getattr(self.free, "sees_others", lambda _: False)(saved.device)
-        if free is None or need is None or not self.figures.costs:
+        if not free or need is None or not self.figures.costs:
             return
-        headroom = max(headroom for _, headroom in self._headroom_by_layer(free, tokens, chunk))
-        batch.device = saved.device
-        batch.slack = IGNORED_FREE_MEMORY_FRACTION * free
-        batch.retries = getattr(self.free, "retries", lambda _: 0)(saved.device)
-        _, batch.plan, _ = self.predict(free, tokens, chunk, saved.device, length)
-        self.latest = choice = SavesChoice(tokens, length, chunk, headroom, batch.plan)
-        planned = sum(choice.bytes.values())
-        batch.expected = free - max(0.0, headroom - planned)
-        if planned:
-            batch.chunk_bytes = need.chunk_bytes(chunk)
+        headrooms = self._headrooms(free, tokens, chunk)
+        _, batch.plan, _ = self.predict(free, tokens, chunk, length)
+        self.latest = SavesChoice(tokens, length, chunk, 0.0, batch.plan)
+        for device, rooms in headrooms.items():
+            headroom = max([room for _, room in rooms])
+            self.latest.headroom += headroom
             planned_by_layer = {
-                index: sum(c.bytes for c in candidates) for index, candidates in batch.plan.items()
+                index: sum(map(SIZE, batch.plan.get(index, ())))
+                for index, cost in self.figures.costs.items()
+                if cost.device == device
             }
-            batch.shortage = Shortage((tokens, chunk), headroom, planned, planned_by_layer)
+            shortage = Shortage(
+                (device, tokens, chunk), headroom, sum(planned_by_layer.values()), planned_by_layer
+            )
+            self._watch(device, free[device], shortage, need.chunk_bytes(chunk))
 
-    def _decide_for(self, shape: MicroBatchShape, device: torch.device, free: float) -> None:
-        """Decide if the micro-batch that begins moves saved tensors to the host, unless the choice
-        of its chunk size has decided. [Note: host by seconds]
+    def _watch(
+        self, device: torch.device, free: float, shortage: Shortage, chunk_bytes: float
+    ) -> None:
+        """Begin to compare a device's `free` bytes with the plan of the micro-batch that begins.
+        The other arguments are as in `DeviceWatch`."""
+        self._batch.devices[device] = DeviceWatch(
+            expected=free - max(0.0, shortage.headroom - shortage.planned),
+            slack=IGNORED_FREE_MEMORY_FRACTION * free,
+            retries=getattr(self.free, "retries", lambda _: 0)(device),
+            others_are_seen=getattr(self.free, "sees_others", lambda _: False)(device),
+            chunk_bytes=chunk_bytes,
+            shortage=shortage if shortage.planned else None,
+        )
+
+    def _decide_for(self, shape: MicroBatchShape, device: torch.device, free: FreeByDevice) -> None:
+        """Decide if the micro-batch that begins moves saved tensors to the host, unless `size` has
+        decided for a micro-batch of equal shape before. [Note: host by seconds]
 
         Args:
             shape: size of the micro-batch.
-            device: the device.
-            free: free bytes of the device.
+            device: the device of the first layer.
+            free: free bytes of each device.
         """
         assert self.host is not None
         if shape != self._decided or not self.sizes:
             self.moving = None
             if self.figures.need is not None and self.figures.seconds is not None:
                 tokens, length, chunk = shape
-                fits, plan, seconds = self.predict(free, tokens, chunk, device, length)
+                fits, plan, seconds = self.predict(free, tokens, chunk, length)
                 staying = (seconds if fits else math.inf, plan)
                 batch_size = max(1, tokens // max(1, length))
                 rows = (batch_size, length)
                 size = max(1, chunk // batch_size)
-                self.moving = self._faster_on_host([size], rows, device, free, staying)
+                self.moving = self._faster_on_host([size], rows, device, free[device], staying)
         self._decided = None
         self.host.begin_micro_batch(self.moving)
 
     def _begin_moving(self, step: MovingStep, device: torch.device, free: float) -> None:
-        """Begin a micro-batch that moves saved tensors to the host. [Note: host by seconds]
+        """Store the plan of a micro-batch that moves saved tensors to the host, tell `host` which
+        of the tensors move, and start to watch the device's free memory.
 
         Args:
             step: the prediction for the micro-batch.
@@ -528,12 +539,7 @@ class SavesPolicy:
         placement = step.placement.copy()
         self.moving = step = dataclasses.replace(step, placement=placement)
         self.host.prepare(step)
-        batch = self._batch
-        batch.device = device
-        batch.plan = placement.saved
-        batch.slack = IGNORED_FREE_MEMORY_FRACTION * free
-        batch.retries = getattr(self.free, "retries", lambda _: 0)(device)
-        batch.others_are_seen = getattr(self.free, "sees_others", lambda _: False)(device)
+        self._batch.plan = placement.saved
         shape, pace = step.shape, step.pace
         hidden_bytes = pace.link * pace.forward  # bytes whose copies hide behind forward
         measured = ForwardMeasurement(
@@ -544,18 +550,15 @@ class SavesPolicy:
             *shape, min(hidden_bytes, step.host), placement.saved, measured, inputs
         )
         self.latest.on_device = planned = placement.on_device
-        batch.expected = free - max(0.0, step.free_bytes - planned)
-        if planned:
-            batch.chunk_bytes = host_figures.need.chunk_bytes(shape.chunk)
-            planned_by_layer = {index: placement.staying_bytes(index) for index in placement.saved}
-            batch.shortage = Shortage(
-                (*shape, HOST_MARGIN_KEY), step.free_bytes, planned, planned_by_layer
-            )
+        planned_by_layer = {index: placement.staying_bytes(index) for index in placement.saved}
+        key = (*shape, HOST_MARGIN_KEY)
+        shortage = Shortage(key, step.free_bytes, planned, planned_by_layer)
+        self._watch(device, free, shortage, host_figures.need.chunk_bytes(shape.chunk))
 
     def _begin_on_host(self, link: LinkBudget, tokens: int, length: int, chunk: int) -> None:
         """Choose the tensors that this micro-batch saves, and those of them that are copied to the
         host. If no forward of similar length was measured yet, this forward is measured and nothing
-        is chosen. The copies of a later choice must hide behind a forward's compute.
+        is chosen. Later choices copy a saved tensor only if copies end within a forward's seconds.
 
         Args:
             link: budget and measurements of the copies.
@@ -601,19 +604,8 @@ class SavesPolicy:
             model_cost.x,
         )
         self.latest.on_device = placement.on_device
-        why = self.latest.left_out
-        for name in never_leave if model_cost.attn_out else ():
-            if self.latest.layers.get(name, 0) < len(costs):
-                why[name] = "attending again is faster than copying"
-        for name in sorted(model_cost.overwritten):
-            why.setdefault(name, "layers that overwrite it compute it again")
         full = f"the {'host' if measured.host < hidden else 'link'} has no room"
-        for name in (
-            *(name for name in ("attn_out", "kv") if getattr(model_cost, name)),
-            *model_cost.products,
-        ):
-            if self.latest.layers.get(name, 0) < len(costs):
-                why.setdefault(name, full)
+        self.latest.explain(model_cost, len(costs), never_leave, full)
 
     def faster_on_host(self) -> float:
         """Return the predicted seconds by which offload="cpu" would have shortened the last step; 0
@@ -631,14 +623,15 @@ class SavesPolicy:
             host_limit(None),
         )
         headroom -= sum(cost.scaled_to(choice.tokens).x for cost in costs.values())
-        plan = self._fill([[math.inf, headroom]], costs, None, choice.tokens, choice.length, False)
+        room = [[math.inf, headroom]]  # one for all devices
+        rooms = {cost.device: room for cost in costs.values()}
+        plan = self._fill(rooms, costs, choice.tokens, choice.length, False)
         return max(0.0, figures.spared(plan) - choice.spared / figures.products)
 
     def _fill(
         self,
-        headrooms: HeadroomByLayer,
+        headrooms: Headrooms,
         indices: Iterable[int],
-        device: torch.device | None,
         tokens: int,
         length: int,
         is_unchunked: bool,
@@ -648,10 +641,9 @@ class SavesPolicy:
         while they fit; the order is by the FLOPs that a saved byte spares, most first.
 
         Args:
-            headrooms: pairs [index, bytes] as in `_headroom_by_layer`; the bytes of the
-                chosen tensors are subtracted in place.
+            headrooms: pairs [index, bytes] of each device as in `_headrooms`; the bytes of the
+                chosen tensors are subtracted in place. Layers on other devices save nothing.
             indices: indices of the layers.
-            device: only layers on this device save; None: all layers save.
             tokens: tokens over all rows.
             length: tokens of each row.
             is_unchunked: True if the call is one chunk, so that a layer's graph may be saved.
@@ -663,7 +655,7 @@ class SavesPolicy:
         planned_bytes = dict.fromkeys(plan, 0.0)
         for index in plan:
             cost = self.figures.costs.get(index)
-            if cost is not None and device in (None, cost.device):
+            if cost is not None and cost.device in headrooms:
                 options = [
                     option
                     for option in cost.candidates(index, tokens, length, is_unchunked)
@@ -682,56 +674,59 @@ class SavesPolicy:
             if graph is not None and graph.bytes <= planned_bytes[index] + size:
                 candidate = graph
                 size = graph.bytes - planned_bytes[index]
-            fits = all(size <= headroom for last, headroom in headrooms if index <= last)
+            rooms = headrooms[self.figures.costs[index].device]
+            fits = size <= min([room for last, room in rooms if index <= last], default=math.inf)
             if graph not in plan[index] and fits:
-                for entry in headrooms:
+                for entry in rooms:
                     entry[1] -= size if index <= entry[0] else 0.0
                 plan[index] = [candidate] if candidate is graph else [*plan[index], candidate]
                 planned_bytes[index] += size
         return plan
 
     def check_room(self, saved: Any) -> None:
-        """Free all layers' saved tensors if the device has less memory free than a chunk needs.
+        """Free the saved tensors of all layers on a device that has less memory free than a chunk
+        needs.
 
         Args:
             saved: the running layer's record of saved tensors (`SavedForBackward`).
         """
-        batch = self._batch
-        shortage = batch.shortage
-        if shortage is None or batch.chunk_bytes == -math.inf or saved.device != batch.device:
+        watch = self._batch.devices.get(saved.device)
+        if watch is None or watch.shortage is None:
             return
-        free = self._free_now()
+        free = self._free_now(saved.device)
         if free is None:
             return
-        if not batch.others_are_seen:
+        shortage = watch.shortage
+        if not watch.others_are_seen:
+            dropped_bytes = 0.0
             if shortage.saves_dropped:
-                dropped_bytes = sum(
-                    shortage.planned_by_layer.get(other_saved.layer_state.index, 0.0)
-                    for other_saved in self._waiting
-                )
-            else:
-                dropped_bytes = 0.0
-            shortage.shortfall = max(shortage.shortfall, batch.chunk_bytes + dropped_bytes - free)
-        if free < batch.chunk_bytes and not shortage.saves_dropped:
-            self._drop(saved, "less memory was free than a chunk takes")
+                waiting = [other_saved.layer_state.index for other_saved in self._waiting]
+                dropped_bytes = sum([shortage.planned_by_layer.get(i, 0.0) for i in waiting])
+            shortage.shortfall = max(shortage.shortfall, watch.chunk_bytes + dropped_bytes - free)
+        if free < watch.chunk_bytes and not shortage.saves_dropped:
+            self._drop(saved.device, saved, "less memory was free than a chunk takes")
 
     def drop_saves(self, saved: Any | None = None) -> bool:
-        """Free all saved tensors after the device ran out of memory, so that the failed computation
+        """Free all saved tensors after a device ran out of memory, so that the failed computation
         can be repeated. Return True if any tensor was saved.
 
         Args:
-            saved: the running layer's record (`SavedForBackward`); None: no layer runs.
+            saved: the running layer's record (`SavedForBackward`), whose device is full; None: no
+                layer runs, and any device may be.
         """
-        self.failed()
-        return self._drop(saved, f"{'the loss' if saved is None else 'a chunk'} ran out of memory")
+        device = None if saved is None else saved.device
+        self.failed(device)
+        reason = f"{'the loss' if saved is None else 'a chunk'} ran out of memory"
+        return self._drop(device, saved, reason)
 
-    def failed(self) -> None:
-        """Record that a step ran out of device memory. Similar steps then save at most half of the
-        bytes that were planned for this step."""
-        shortage = self._batch.shortage
-        if shortage is not None:
-            shortage.shortfall = max(shortage.shortfall, shortage.planned / 2)
-            shortage.failed = True
+    def failed(self, device: torch.device | None = None) -> None:
+        """Record that a step ran out of the memory of `device`; None: of any device. Similar steps
+        then save at most half of the bytes that were planned for this step."""
+        for watched_device, watch in self._batch.devices.items():
+            shortage = watch.shortage
+            if shortage is not None and device in (None, watched_device):
+                shortage.shortfall = max(shortage.shortfall, shortage.planned / 2)
+                shortage.failed = True
 
     def learn(self) -> Mapping[int, LayerCost]:
         """Return bytes and FLOPs of the tensors that each layer may save, by layer index, for the
@@ -766,32 +761,37 @@ class SavesPolicy:
             graph_bytes += cost.graph * tokens / cost.tokens
         return graph_bytes, free - need(tokens, tokens, self.present)
 
-    def _free_now(self) -> float | None:
-        free = self.free(self._batch.device)
+    def _free_now(self, device: torch.device) -> float | None:
+        free = self.free(device)
         if free is not None and isinstance(self.latest, SavesChoice):
             self.latest.min_free_bytes = min(self.latest.min_free_bytes, free)
         return free
 
-    def _drop(self, saved: Any | None, reason: str) -> bool:
-        """Free the saved tensors of all layers of the micro-batch that are on the running device.
-        Return True if any tensor was saved.
+    def _drop(self, device: torch.device | None, saved: Any | None, reason: str) -> bool:
+        """Free the saved tensors of a device's layers. Return True if any tensor was saved.
 
         Args:
+            device: the device; None: all devices.
             saved: the running layer's record of saved tensors (`SavedForBackward`), whose buffers
                 of K and V stay; None: no layer runs, and the buffers of all layers are freed.
             reason: the reason, for reports.
         """
-        device = self._batch.device if saved is None else saved.device
+        batch = self._batch
         waiting = [
             other_saved
             for other_saved in self._waiting
-            if other_saved.device == device
+            if device in (None, other_saved.device)
             and (other_saved.saves or other_saved.keeps_graph or other_saved.moves)
         ]
         freed = [other_saved.drop_saves(is_running=other_saved is saved) for other_saved in waiting]
-        self._batch.plan = {}
-        if self._batch.shortage is not None:
-            self._batch.shortage.saves_dropped = True
+        for watched_device, watch in batch.devices.items():
+            if watch.shortage is not None and device in (None, watched_device):
+                watch.shortage.saves_dropped = True
+        batch.plan = {
+            index: candidates
+            for index, candidates in batch.plan.items()
+            if device not in (None, self.figures.device(index))
+        }
         if self.moving is not None:
             self.moving.placement.staying.clear()
         if waiting and isinstance(self.latest, SavesChoice):

@@ -144,7 +144,7 @@ class HostRanges:
     def root(self) -> nn.Module:
         """Return the model whose layers' weights are on the host."""
         model = self.home()
-        assert model is not None  # which calls this
+        assert model is not None  # the model calls this method
         return model
 
     @property
@@ -400,9 +400,9 @@ class HostRanges:
 
 
 def tensors_of(module: nn.Module) -> Iterator[Tensor]:
-    """Yield a module's own parameters [...], and bitsandbytes' statistics [...]: in attributes of
-    the parameters, or of the parametrization of a weight. All of them move between host and
-    device."""
+    """Yield the parameters [...] of a module itself, and the tensors [...] with which bitsandbytes
+    dequantizes 4-bit weights, such as absmax: from attributes of the parameters, or from the
+    module's `quant_state`. All of them move between host and device."""
     for parameter in module._parameters.values():
         if parameter is not None:
             yield parameter
@@ -411,11 +411,12 @@ def tensors_of(module: nn.Module) -> Iterator[Tensor]:
 
 
 def _statistics(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Yield the tensors [...] in attributes of quantization states, as bitsandbytes attaches to
-    weights. Attributes of nested states, of the same class, are included.
+    """Yield the tensors [...] with which bitsandbytes dequantizes a weight, such as absmax: the
+    attributes of its quantization state. Nested states of the same class are included.
 
     Args:
-        values: objects to search; tensors and modules among them are skipped.
+        values: objects to search for quantization states, such as the attributes of a weight;
+            tensors and modules are skipped.
     """
     waiting = [value for value in values if hasattr(value, "__dict__")]
     for value in waiting:  # the loop appends to this list
@@ -430,7 +431,7 @@ def _statistics(values: Iterable[Any]) -> Iterator[Tensor]:
 
 def tensors_inside(layer: nn.Module) -> list[Tensor]:
     """Return the parameters [...] of all modules of a layer, and the tensors in attributes of these
-    parameters (bitsandbytes' statistics). Each tensor is returned once."""
+    parameters, with which bitsandbytes dequantizes weights. Each tensor is returned once."""
     tensors = {id(tensor): tensor for module in layer.modules() for tensor in tensors_of(module)}
     return list(tensors.values())
 
@@ -507,7 +508,8 @@ def move_others(
     """Move and cast a layer's tensors, and return the layer. `model.to(...)` calls this function in
     place of the layer's `nn.Module._apply`. Weights [...] on the host are cast, but not moved.
 
-    The layer may not have been called yet, and adapters may be added to it later.
+    Each call determines anew the weights that belong on the host. The function thus also works
+    before the first forward, and after adapters were added.
 
     Args:
         ranges: host memory with the weights of all layers.

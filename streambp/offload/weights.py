@@ -71,12 +71,12 @@ class WeightSlot:
 
     Attributes:
         memory: the memory [bytes], uint8.
-        last_read: event after the last read of the previous layer's weights.
-        filled: event after the copy of the weights.
+        last_read: event after the last use of the buffer. The next copy to the buffer waits for it.
+        filled: event after the copy of the weights to the buffer.
         index: index of the layer whose weights are in the buffer; -1: empty.
-        last_use: number of the last use, counted over all uses. The buffer with the smallest number
-            is overwritten first.
-        inside: True while the layer runs.
+        last_use: number of the buffer's last use; uses are counted over all buffers. The buffer
+            with the smallest number is overwritten first.
+        inside: True while the layer whose weights are in the buffer runs.
     """
 
     memory: Tensor
@@ -307,9 +307,13 @@ class HostWeights:
     def receive_gradients(
         self, index: int, weights: list[Tensor], device: torch.device
     ) -> tuple[SendGradients | None, list[Tensor]]:
-        """Return two values: a function that sends the gradients of a layer's weights to the host
-        (`SendGradients`), and the weights [...] for the layer's autograd function. The layer's
-        backward calls the function; None in its place: no trained weight is on the host.
+        """Return two values: a function that starts copies of the weights' gradients to the host,
+        and the list of weights to pass to the layer's autograd function instead of `weights`.
+
+        The layer's backward calls the function (`SendGradients`). None in place of the function: no
+        trained weight is on the host. The list has the order of `weights`. Each weight on the host
+        is replaced by a view [...] from `GradientArrival`, whose backward waits for the copies. All
+        other weights are unchanged.
 
         Args:
             index: index of the layer.

@@ -29,7 +29,8 @@ from streambp.model.patching import install
 from streambp.model.state import PatchState
 from streambp.offload import free_memory
 from streambp.offload.costs import HostStepFigures, LayerCost, MemoryNeed, StepFigures
-from streambp.planner import stored_counts
+from streambp.planner import device_parts, stored_counts
+from streambp.planner.device_parts import DevicePart, ModelLayout
 from streambp.planner.laws import Law, features
 from streambp.planner.layer_costs import observed_layer_costs
 from streambp.planner.profile import Method, Phase, work
@@ -74,6 +75,8 @@ class StepNeed(MemoryNeed):
             an engine (ZeRO, FSDP2) shards them.
         gathered: bytes of full weights that an engine with sharded weights (ZeRO-3, FSDP2) gathers
             at once; 0 without such an engine.
+        layout: devices of the model's parts, if there are several; None: one device, or unknown.
+        part: the part of the step's memory that is predicted; None: the memory of the full step.
     """
 
     method: Method
@@ -82,9 +85,30 @@ class StepNeed(MemoryNeed):
     rows: int = 1
     share: float = 1.0
     gathered: float = 0.0
+    layout: ModelLayout | None = None
+    part: DevicePart | None = None
     _bytes_of_layers: dict[tuple[int, int, float], tuple[tuple[float, float], ...]] = (
         dataclasses.field(default_factory=dict, init=False, compare=False, repr=False)
     )
+    _needs: dict[tuple[torch.device, ...], StepNeed] = dataclasses.field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
+
+    def on_device(self, device: torch.device, costs: Mapping[int, LayerCost]) -> StepNeed:
+        """Return the prediction for one device. [Note: parts of a step]
+
+        Args:
+            device: the device.
+            costs: device and bytes of each layer, by the layer's index.
+        """
+        if self.layout is None:
+            return self
+        key = device, *(cost.device for cost in costs.values())
+        if key not in self._needs:
+            names = self.method.saves
+            part = device_parts.device_part(device, self.layout, costs, self.factor, names)
+            self._needs[key] = dataclasses.replace(self, part=part)
+        return self._needs[key]
 
     def bytes_by_layer(
         self, tokens: int, chunk: int, present: float
@@ -105,6 +129,7 @@ class StepNeed(MemoryNeed):
         key = tokens, chunk, present
         if key in self._bytes_of_layers:
             return self._bytes_of_layers[key]
+        all_tokens = tokens
         tokens, chunk = tokens // self.rows, max(1, chunk // self.rows)
         largest: list[dict[float, float]] = []
         for phases in (self.method.first, self.method.accumulating if present else ()):
@@ -113,6 +138,8 @@ class StepNeed(MemoryNeed):
             for phase in phases:
                 last_layer = last_unfinished_layer(phase.name)
                 size = phase.law.at(step) - (1 - self.share) * phase.gradients
+                if self.part is not None:
+                    last_layer, size = self.part.of_phase(phase, size, self.share, all_tokens)
                 largest[-1][last_layer] = max(largest[-1].get(last_layer, 0.0), size)
         first, accumulating = largest
         if accumulating:
@@ -314,16 +341,16 @@ class ModelStates:
         wide = cast in HALF_DTYPES and any(
             p.dtype == torch.float32 for p in self.model.parameters()
         )
-        share, gathered = gradient_shares(self.model)
+        share, gathered = gradient_shares(self.model, self.config.towers)
         moves_weights = installed.weights is not None or gathered > 0
         first = {
             layer_state.index: next(layer_state.layer.parameters(), None)
             for layer_state in layer_states
         }
-        devices = {
-            index: device if moves_weights else getattr(p, "device", torch.device("cpu"))
-            for index, p in first.items()
-        }
+        devices = {}
+        for index, p in first.items():
+            own_device = torch.device("cpu") if p is None else device_parts.device_of(p)
+            devices[index] = device if moves_weights else own_device
         key = stored_counts.key_of(self.model, self.config, cast if wide else None)
         stored = stored_counts.read(key)
         if stored is None or not stored.costs.keys() <= devices.keys():
@@ -334,7 +361,7 @@ class ModelStates:
                 lambda: _costs(self.model, self.config, devices, cast if wide else None)
             )
             # a failed count of the costs may succeed in a later process
-            if costs or len(find_stacks(self.model).stacks) > 1:
+            if costs or len(find_stacks(self.model, self.config.towers).stacks) > 1:
                 count = stored_counts.StoredCount(law.method, law.factor, law.casts, costs)
                 stored_counts.store(key, count)
         else:
@@ -342,7 +369,11 @@ class ModelStates:
             costs = {}
             for index, cost in stored.costs.items():
                 costs[index] = cost._replace(device=devices[index])
-        law = dataclasses.replace(law, share=share, gathered=gathered)
+        layout = None
+        if not moves_weights:
+            layers = {layer_state.index: layer_state.layer for layer_state in layer_states}
+            layout = device_parts.find_layout(self.model, layers, self.config.towers)
+        law = dataclasses.replace(law, share=share, gathered=gathered, layout=layout)
         rates = rates_of_device(device)
         if not law.method.work:
             return StepFigures(law, costs)
@@ -421,7 +452,7 @@ class ModelStates:
         )
 
 
-def gradient_shares(model: nn.Module) -> tuple[float, float]:
+def gradient_shares(model: nn.Module, towers: bool = False) -> tuple[float, float]:
     """Return the fraction of gradients that a step adds to this rank's memory, and the bytes of
     weights that an engine gathers at once. The result is (1, 0) if no engine (ZeRO-3, FSDP2) shards
     parameters. Both numbers correct a prediction of a step's memory that assumes one rank with full
@@ -431,6 +462,7 @@ def gradient_shares(model: nn.Module) -> tuple[float, float]:
 
     Args:
         model: the model.
+        towers: True if towers run in chunks, too (`StreamConfig.towers`).
     """
     full = 0
     rank_bytes = 0
@@ -441,7 +473,7 @@ def gradient_shares(model: nn.Module) -> tuple[float, float]:
     if not any(gradient_bytes(p) < full_bytes(p) for p in model.parameters()):
         return 1.0, 0.0
     largest = [0]
-    for stack in find_stacks(model).stacks:
+    for stack in find_stacks(model, towers).stacks:
         for layer in stack.layers:
             largest.append(sum(map(full_bytes, layer.parameters())))
     head = max(map(full_bytes, model.parameters()))
@@ -550,7 +582,7 @@ def _law(model: nn.Module, config: StreamConfig, cast: torch.dtype | None) -> St
         return f"a step could not be counted: {type(error).__name__}: {error}"
     if cast is None:
         return StepNeed(method)
-    stacks = find_stacks(model).stacks
+    stacks = find_stacks(model, config.towers).stacks
     largest = max(
         sum(p.numel() for p in layer.parameters()) for stack in stacks for layer in stack.layers
     )

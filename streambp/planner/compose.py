@@ -32,10 +32,10 @@ class PhaseMemory:
         gradients: bytes in all `.grad` at its start.
         max_other_bytes: dict from bytes of other ranks' attention keys and values to the most bytes
             of everything else in use at the same time; {} unless ranks share sequences.
-            `lines_of_keys` computes `peak` and `per_key` from the dict.
-        per_key: bytes of other ranks' keys and values, for each unit of the amount that
-            `profile.held_keys` returns. `peak` does not include these bytes; 0 unless ranks share
-            sequences.
+        per_key: bytes for each unit of the amount of other ranks' keys and values
+            (`profile.held_keys`). The memory of the phase is `peak` + `per_key` * amount. 0 unless
+            ranks share sequences; `splits.lines_of_keys` computes both numbers from
+            `max_other_bytes`.
     """
 
     name: str
@@ -126,7 +126,8 @@ def fit(
 
     Layers of one kind have the same structure. The result has the phases of the first and the last
     layer of each kind: bytes rise or fall evenly between the two, which bound all others. A phase
-    may be in the result twice; its memory is then the larger of the two values.
+    whose bytes at the start may exceed those at its fitted peak is in the result twice. The larger
+    value counts.
 
     Args:
         points: (T, C) of each counted step: tokens of a row, and tokens of a chunk.

@@ -484,8 +484,8 @@ class StepCount(LiveBytes):
 
     def _grouped(self, a: Tensor, b: Tensor, offs: Tensor | None = None, *_: Any) -> Tensor:
         """Return the output of `torch._grouped_mm` for tensors without data: a matrix product for
-        each group, such as an expert. This torch function infers the output's shape for bfloat16
-        alone.
+        each group, such as an expert. The function of torch is not called, because its inference of
+        the output's shape supports bfloat16 alone.
 
         Args:
             a: rows of all groups, [tokens, in], or one matrix for each group.

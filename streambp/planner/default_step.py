@@ -123,7 +123,7 @@ def predict_default_step(
             )
     if policy.moving is not None:
         return _moving_step(policy.moving, rows, usable)
-    fits, plan, spent = policy.predict(free, tokens, rows * size, PLAN_DEVICE, seq_len)
+    fits, plan, spent = policy.predict({PLAN_DEVICE: free}, tokens, rows * size, seq_len)
     choice = SavesChoice(tokens, seq_len, size, free, plan)
     saved = tuple(
         SavedTensors(name, choice.layers[name], count) for name, count in choice.bytes.items()

@@ -113,8 +113,12 @@ class DeltaRuleSizes:
         )
 
     def sum_over_heads(self, x: Tensor) -> Tensor:
-        """Return an empty tensor [B, T, H, K] for the sum of x [B, T, H_v, K] over the value heads
-        that share a key head. The result is x itself if there are as many key heads as value heads.
+        """Allocate the result of the kernel's sum of x over the value heads that share a key head.
+        The sum itself is not computed. Return the empty tensor [B, T, H, K], or x itself if the
+        numbers of key heads and value heads are equal.
+
+        Args:
+            x: [B, T, H_v, K]; the values are not read.
         """
         if self.value_heads == self.heads:
             return x
@@ -122,13 +126,12 @@ class DeltaRuleSizes:
 
     def flops(self, between: int, within: int) -> None:
         """Add the FLOPs of the kernel to all active `StepCount`s, the modes that add up a step's
-        costs. They are those of products of tokens with states, and of tokens with the tokens of
-        their block.
+        costs. The FLOPs are those of matrix products, for each token and value head.
 
         Args:
-            between: number of products with a state.
-            within: number of products of tokens with their block; the mean of K and V is taken as
-                the number of columns.
+            between: number of products of a token with a state [K, V].
+            within: number of products of a token with all tokens of its block. The products have K
+                or V columns; the mean of both is counted.
         """
         pairs = 2 * between * self.keys * self.values + within * BLOCK_TOKENS * (
             self.keys + self.values

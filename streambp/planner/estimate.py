@@ -137,7 +137,7 @@ def estimate(
             checkpointing with a loss that never has all logits in memory, and streambp.
 
     Raises:
-        StreamBPError: the model is unknown, or has no layers that stream.
+        StreamBPError: the model is unknown, or has no layers that can be chunked.
     """
     check_length("seq_len", seq_len)
     request = CountRequest(

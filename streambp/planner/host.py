@@ -40,8 +40,9 @@ class UncountedHost(Engine):
             return torch.empty(size, dtype=torch.uint8)
 
     def copy(self, queue: str, target: Tensor, source: Tensor) -> None:
-        """Copy `source` to `target`, both of one shape [...], and count the bytes as copied to or
-        from the host.
+        """Copy `source` to `target`, both of one shape [...]. The bytes count as traffic between
+        device and host, from which the planner predicts seconds. Only the allocation of host memory
+        stays uncounted.
 
         Args:
             queue: `TO_HOST_QUEUE` or `FROM_HOST_QUEUE`, the direction of the copy.

@@ -144,7 +144,7 @@ class CountedCalls:
 
 def _extent(x: Tensor) -> int:
     """Return the number of elements in memory from the first element of x [...] to the last one,
-    both included."""
+    both included: the size that the storage of x must have at least."""
     if x.numel() == 0:
         return 0
     return 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))

@@ -47,22 +47,22 @@ def code_of_fields(fields: Mapping[str, Any]) -> str:
 
 
 def launcher_settings(choice: Choice, setting: Setting) -> dict[str, str]:
-    """Return the settings of a plan in the form that each launcher takes: a dict from "launch",
-    "TRL", "axolotl" and "DeepSpeed" to one line of text."""
+    """Return the settings of a plan in the form that each launcher takes: a dict from "launch"
+    (the command `streambp launch`), "TRL", "axolotl" and "DeepSpeed" to one line of text."""
     return launcher_settings_of(fields_of(choice), setting, choice.on_host is not None)
 
 
 def launcher_settings_of(
     fields: Mapping[str, Any], setting: Setting, on_host: bool
 ) -> dict[str, str]:
-    """Return `StreamConfig` fields in the form that each launcher takes: a dict from "launch",
-    "TRL", "axolotl" and "DeepSpeed" to one line of text.
+    """Return `StreamConfig` fields in the form that each launcher takes: a dict from "launch"
+    (the command `streambp launch`), "TRL", "axolotl" and "DeepSpeed" to one line of text.
 
     Args:
         fields: the fields by name, as JSON values; empty: the defaults.
         setting: the training setting, whose ZeRO stage is a part of the line for DeepSpeed.
-        on_host: True if layers have their weights in host memory, which the line for DeepSpeed
-            replaces by a remark.
+        on_host: True if layers have their weights in host memory. The line for DeepSpeed is then a
+            remark, because this requires a single process.
     """
     flags = []
     trl = []

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
@@ -57,9 +58,8 @@ class Law(NamedTuple):
         """Return the function's value for a step (bytes or FLOPs, for example): `total` plus the
         sum of coefficient times feature. `step` has the features of the step, such as its tokens
         and chunks."""
-        for coefficient, feature in zip(self, step, strict=True):
-            total += coefficient * feature
-        return total
+        # no Python loop, because a plan evaluates laws many thousands of times
+        return sum(map(operator.mul, self, step), total)
 
 
 Features = Law
@@ -177,9 +177,9 @@ def fit_bytes(
     """Return bytes as linear functions of T, C and the number of chunks, fitted through counted
     steps. T is the tokens of a row, and C the tokens of a chunk.
 
-    The coefficients of each function are the constant, per T, per C and per chunk. There is no
-    slope in C if all points have C = 0, and none per chunk for only three points. For models with
-    T5's bias the last coefficient is that of T C in chunks, and that of T^2 otherwise.
+    A function has a constant, and coefficients of T, C and the number of chunks. The last two are 0
+    if all points have C = 0. The last one is 0 for only three points. For models with T5's bias the
+    last coefficient is that of T C in chunks, and that of T^2 if all points have C = 0.
 
     Args:
         points: (T, C) of each counted step.
@@ -262,8 +262,9 @@ def fit_work(
         costs: the counted costs at each point.
         k_block: number of keys in an attention block, the part of the keys that one kernel call
             reads.
-        count_of_own: number of points, from the first on, through which bytes copied to and from
-            the host are fitted; None: all points.
+        count_of_own: number of points, from the first on, that were counted for exactly this way to
+            run the step. Bytes copied to and from the host are fitted through these alone, because
+            later points may have other copies. None: all points.
         encoder: length of the rows of the model's encoder: "fixed", "same" as the decoder's, or ""
             without encoder.
         adds_biases: True for models whose attention adds T5's bias.

@@ -28,8 +28,9 @@ def masks_from_positions() -> contextlib.AbstractContextManager[None]:
     """Return a context manager in which attention masks of bidirectional layers are evaluated from
     positions, because the batch's tensors (on meta, or fake) have no values.
 
-    Batches with a padding mask are left out. A query counts as reading all keys if the mask depends
-    on values of tensors, because a condition on tensors without values counts as true.
+    Masks of batches with a padding mask are computed as outside of the context manager. A query
+    counts as reading all keys if the mask depends on values of tensors, because a condition on
+    tensors without values counts as true.
     """
     return replace_attribute([masks], "rectangular_spans", [_position_rectangles])
 

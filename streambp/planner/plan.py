@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Literal
@@ -46,6 +47,7 @@ from streambp.sharded.gathered_keys import FREE_MEMORY_DIVISOR
 CHUNK_TOKENS = tuple(SAMPLE_CHUNKS[1] >> shift for shift in range(4))
 AUTO_OFFLOAD_CHUNK_TOKENS = (32768, 16384, *CHUNK_TOKENS)  # chunk sizes of offload="auto"
 MAX_SEQ_LEN = 2**30
+MAX_CACHED_SETTINGS = 256
 EQUAL_SECONDS_TOLERANCE = (
     0.005  # difference of seconds, relative to the fastest, below which steps are equally fast
 )
@@ -191,8 +193,8 @@ class Plan:
         memory: memory limits of each rank.
         seq_len: positions of a row; 0 if "max" was requested and no row fits.
         choice: the fastest step with fixed settings that fits at `seq_len`; None if none fits.
-        binds: name of the phase of a streamed step in which longer sequences exceed the GPU's
-            memory, or "host memory".
+        binds: the limit of longer sequences in chunked steps: name of the phase that exceeds the
+            GPU's memory, such as "backward 35" (of layer 35), or "host memory".
         levers: changes outside of streambp's settings (more GPUs, for example) that allow a longer
             sequence, the simplest first.
         longest: the longest sequence of each method (way to run a step).
@@ -380,15 +382,57 @@ def plan_profile(
         length = best.seq_len
     else:
         length = seq_len
+    step = plan_step(profile, length, memory, setting, rates)
+    levers = tuple(_levers(profile, best.seq_len, memory, setting))
+    if not length:
+        return dataclasses.replace(step, binds=best.binds, levers=levers, longest=table)
+    times = []
+    for method in methods:
+        times.append(_timed(profile, method, length, memory, setting, rates))
+    usable = min(memory.usable, memory.gpu - RESERVED_BYTES)
+    host = None
+    if memory.host is not None:
+        host = USABLE_HOST_FRACTION * memory.host
+    sizes = tuple(max(1, tokens // profile.batch_size) for tokens in AUTO_OFFLOAD_CHUNK_TOKENS)
+    combined = predict_auto_offload(profile, length, sizes, (usable, host), setting, rates)
+    return dataclasses.replace(
+        step,
+        binds=best.binds,
+        levers=levers,
+        longest=table,
+        times=tuple(times),
+        both_rooms=combined,
+    )
+
+
+def plan_step(
+    profile: Profile,
+    seq_len: int | Literal["max"],
+    memory: Memory,
+    setting: Setting,
+    rates: Rates = DEVICES[DEFAULT_DEVICE],
+) -> Plan:
+    """Return a `Plan` that has the fastest step and the prediction for `patch(model)`, but nothing
+    that only a report shows. Plans are compared by these two.
+
+    `binds`, `levers`, `longest`, `times` and `both_rooms` of the result are empty. All else is as
+    `plan_profile` returns it, with the same arguments and errors.
+    """
+    setting = allow_host_weights(profile, setting)
     chunked = []
-    for m in methods:
-        if m.chunked:
-            chunked.append(m)
+    for method in available_methods(profile, setting):
+        if method.chunked:
+            chunked.append(method)
+    if seq_len == "max":
+        length = max(longest_sequence(profile, m, memory, setting).seq_len for m in chunked)
+    else:
+        length = seq_len
+    if not length:
+        return Plan(profile, setting, memory, length, None, "", (), (), (), rates)
     fitting = []
-    if length:
-        for option in options(profile, chunked, length, memory, setting, rates):
-            if fits(option.peak, memory):
-                fitting.append(option)
+    for option in options(profile, chunked, length, memory, setting, rates):
+        if fits(option.peak, memory):
+            fitting.append(option)
     choice = _fastest(fitting)
     if choice is not None and choice.on_host is not None:
         placed_setting = dataclasses.replace(setting, on_host=choice.on_host)
@@ -396,27 +440,26 @@ def plan_profile(
             profile.method(choice.method), choice.chunk_size, rates, placed_setting
         )
         choice = dataclasses.replace(choice, hidden_from=hidden)
-    levers = tuple(_levers(profile, best.seq_len, memory, setting))
-    times = []
-    for method in methods if length else ():
-        times.append(_timed(profile, method, length, memory, setting, rates))
-    usable = min(memory.usable, memory.gpu - RESERVED_BYTES)
-    host = None
-    host_headroom = math.inf
-    if memory.host is not None:
-        host = USABLE_HOST_FRACTION * memory.host
-        host_headroom = DEFAULT_HOST_FRACTION * memory.host
-    if length:
-        default = predict_default_step(profile, length, usable, setting, rates, host_headroom)
+    if memory.host is None:
+        host_headroom = math.inf
     else:
-        default = None
-    combined = None
-    if length:
-        sizes = tuple(max(1, tokens // profile.batch_size) for tokens in AUTO_OFFLOAD_CHUNK_TOKENS)
-        combined = predict_auto_offload(profile, length, sizes, (usable, host), setting, rates)
+        host_headroom = DEFAULT_HOST_FRACTION * memory.host
+    usable = min(memory.usable, memory.gpu - RESERVED_BYTES)
+    default = predict_default_step(profile, length, usable, setting, rates, host_headroom)
     safest = _safest(fitting)
-    results = (choice, best.binds, levers, table, tuple(times), rates, default, safest, combined)
-    return Plan(profile, setting, memory, length, *results)
+    return Plan(profile, setting, memory, length, choice, "", (), (), (), rates, default, safest)
+
+
+@functools.lru_cache(maxsize=MAX_CACHED_SETTINGS)
+def _set_host_layers(setting: Setting, on_host: HostLayers | None) -> Setting:
+    """Return a copy of the setting with other layers in host memory. A copy checks all fields, and
+    a plan asks for the same few copies thousands of times.
+
+    Args:
+        setting: the training setting.
+        on_host: the layers whose weights are in host memory; None: no layer.
+    """
+    return dataclasses.replace(setting, on_host=on_host)
 
 
 def allow_host_weights(profile: Profile, setting: Setting) -> Setting:
@@ -615,7 +658,7 @@ def place_weights(
         memory: memory limits of each rank.
         setting: the training setting, from `allow_host_weights`.
     """
-    resident = dataclasses.replace(setting, on_host=None)
+    resident = _set_host_layers(setting, None)
     if setting.on_host is None or not method.chunked:
         return peak(profile, method, seq_len, chunk_size, resident), resident
     placed_setting = setting
@@ -625,13 +668,13 @@ def place_weights(
         if lacking <= 0:
             return at, resident
         on_host = fewest_layers(profile.frozen, lacking, profile.decoded)
-        placed_setting = dataclasses.replace(setting, on_host=on_host)
+        placed_setting = _set_host_layers(setting, on_host)
     return peak(profile, method, seq_len, chunk_size, placed_setting), placed_setting
 
 
 def set_room(profile: Profile, memory: Memory, setting: Setting) -> Setting:
     """Return a copy of the setting in which `room` is an eighth of the device memory that is free
-    at the start of a step. Under context parallelism a rank may use so many bytes for keys and
+    at the start of a step. Under context parallelism a rank may use `room` bytes for keys and
     values gathered from other ranks.
 
     Args:

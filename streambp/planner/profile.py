@@ -82,9 +82,11 @@ class SequenceSplit:
         traded: bytes of all-to-alls of queries and outputs, for each token of the shard.
         traded_keys: bytes of all-to-alls of keys for each token of the shard, if no key/value head
             is copied to several ranks.
-        gathered: bytes of gathered keys for each token of the full sequence, if heads are gathered
-            in several groups one after the other.
-        gathered_at_once: bytes of gathered keys if all heads are gathered as one group.
+        gathered: bytes of gathered keys in a step for each token of the full sequence, if heads are
+            gathered in several groups one after the other.
+        gathered_at_once: the bytes as in `gathered`, but if all heads are gathered as one group.
+            The number is smaller if backward reads the keys twice, because one group stays in
+            memory and several groups are gathered again.
         summed: bytes of key gradients summed over ranks, for each token of the full sequence.
         moved: bytes moved on the device by reordering keys, for each token of the shard (Ulysses)
             or of the full sequence (context parallelism).
@@ -278,7 +280,7 @@ class Setting:
             start.
         room: bytes that a rank may use for gathered keys and values and their gradients under
             context parallelism; at least one key/value head is gathered. `plan` computes the value
-            by the rule of a real step.
+            like a real step (`plan.set_room`).
         weights: "device", "cpu" or "auto" (`StreamConfig.weights`), for chunked steps on one GPU;
             "auto" keeps weights on the device if a step fits.
         on_host: layers with weights in host memory; None: no layer. `plan` selects the number that
@@ -413,7 +415,7 @@ def peak(profile: Profile, method: Method, seq_len: int, chunk_size: int, settin
         chunk_size: positions of a chunk.
         setting: the training setting.
     """
-    if not method.chunked:
+    if not method.chunked and setting.on_host is not None:
         setting = dataclasses.replace(setting, on_host=None)
     between_steps = bytes_between_steps(profile, setting)
     born = sum(group.trainable_bytes for group in profile.groups)

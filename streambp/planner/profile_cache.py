@@ -60,7 +60,7 @@ class CountRequest:
         kernels: code of norms, gated activations and rotary embeddings, as in
             `StreamConfig.kernels`; "auto": Liger's on a GPU if liger-kernel is installed here.
         batch_size: number of rows.
-        attention: attention kernels on a GPU, whose workspaces are counted.
+        attention: "cudnn" or "flash", the attention kernels on a GPU; their workspaces are counted.
         lora_targets: names of the Linears that get adapters; (): all that peft accepts.
         with_liger: True: count Liger's kernels in place of `kernels`, installed or not.
         encoder_len: positions of each row of an encoder-decoder's encoder; None: the length of the
@@ -175,7 +175,7 @@ def folder() -> Path:
 def code_in_use() -> list[Any]:
     """Return a list of three: versions of libraries, installed packages with kernels, and a digest
     of this package's sources. The memory and FLOPs that are counted for a model depend on all
-    three. Numbers in a file are used only if these are unchanged."""
+    three. A cached file with such counts is used only if the three are unchanged."""
     packages = sorted({LIGER, *(kernel.package for kernel in MIXER_KERNELS)})
     versions = dict.fromkeys(VERSIONED_PACKAGES, "")
     for package in VERSIONED_PACKAGES:
@@ -214,8 +214,8 @@ def _digest(entries: Any) -> str:
 
 
 def write_file(file: Path, data: dict[str, Any]) -> None:
-    """Write data as a JSON file, with a digest by which `read_file` detects a damaged file. Other
-    processes see the complete file or none, because they may read or write the same file.
+    """Write data as a JSON file, with a digest by which `read_file` detects a damaged file. The
+    file appears complete or not at all, because other processes may read or write the same path.
 
     Args:
         file: path of the file, whose folder is created.

@@ -157,8 +157,8 @@ def _notes(profile: Profile) -> list[str]:
 
 
 def headline(profile: Profile, setting: Setting) -> str:
-    """Return the first line of a plan's text: the model's class, numbers of parameters, dtype, and
-    the training setting."""
+    """Return the first line of a plan's text: the model's class, numbers of parameters, dtype,
+    layers, rows, and the training setting (optimizer, ZeRO, GPUs, sequence sharding)."""
     parameters = sum(group.parameters for group in profile.groups)
     trained = sum(group.trainable for group in profile.groups)
     if trained == parameters:
@@ -186,7 +186,7 @@ def _choice(plan: Plan) -> list[str]:
     """Return lines of the plan's text: the chosen settings with their cost. Other lines have the
     prediction for `patch(model)` without settings (chunk size, saved tensors, peak, seconds), if
     there is one. The last lines name the memory (GPU or host) that longer sequences exceed first,
-    and changes that help. If no step fits, the first line says so."""
+    and changes with which longer sequences fit. If no step fits, the first line says so."""
     if plan.choice is None:
         reason = excess_text(plan)
         lines = [
@@ -251,8 +251,9 @@ def _both_rooms_lines(both_rooms: AutoOffloadStep) -> list[str]:
 
 
 def _saved_text(all_saved: Sequence[SavedTensors]) -> str:
-    """Return text about tensors that layers save for backward in addition to their inputs, or
-    "nothing". An example is "kv of 36 layers, 4 Linears of up to 20 layers"."""
+    """Return text about tensors that layers save for backward in addition to their inputs, such as
+    "kv of 36 layers, 4 Linears of up to 20 layers", or "nothing". Each of the 4 Linears has its own
+    number of saving layers; 20 is the largest."""
     savings = []
     linears = []
     for saved in all_saved:
@@ -424,8 +425,8 @@ def device_text(rates: Rates) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a number of seconds as text with a unit, such as "12.3 s" or "4.56 ms"; below a
-    hundred seconds it has three digits."""
+    """Return a number of seconds as text with a unit, such as "12.3 s" or "4.56 ms". Less than a
+    hundred seconds are rounded to about three digits."""
     if seconds >= 100:
         return f"{seconds:,.0f} s"
     if seconds >= 10:

@@ -29,16 +29,17 @@ def answer(
     func: Any, tensor: Tensor, rows: int, experts: int
 ) -> Tensor | tuple[tuple[int, int], torch.dtype] | None:
     """Return an assumed result for an operation that reads values of a meta or fake tensor [...],
-    if the tensor is the routing of tokens to experts. None if it is not.
+    if the tensor has the form of a routing of tokens to experts. None for all other tensors.
 
-    Each expert gets an equal share of the tokens. The result is a tensor with values (the number of
-    tokens of each expert), or the shape and dtype of a new meta or fake tensor.
+    Each expert gets an equal share of the tokens. The kind of result depends on the operation. A
+    cast to the CPU gets a tensor [experts] with data, the number of tokens of each expert. A
+    `nonzero` gets a pair (shape, dtype), from which the caller makes a tensor without data.
 
     Args:
         func: the operation, `nonzero` or a cast that copies to the CPU (`_to_copy`).
-        tensor: its argument.
-        rows: number of (token, expert) pairs in the last `topk` that may have selected experts; 0
-            before the first.
+        tensor: the operation's argument.
+        rows: number of indices that the run's latest `topk` returned. That `topk` is assumed to
+            have selected experts, so each index is a (token, expert) pair. 0: no `topk` ran so far.
         experts: number of experts; 0: unknown so far.
     """
     if func is aten._to_copy.default:

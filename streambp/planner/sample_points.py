@@ -61,12 +61,15 @@ def points_for(
     """Return the row lengths and chunk sizes (T, C) at which steps are counted, so that memory and
     FLOPs can be fitted as functions of T and C. C is 0 for steps that are not chunked.
 
-    Rows are longer than the attention kernels' block of keys, but not longer than `at` allows. Each
-    row has the fewest chunks that determine the fitted functions: a first, some inner and a last
-    chunk. Keys from the host and attention by plain matrix products need more chunks. Layers that
-    save a state for each chunk need a third chunk size, which separates the number of chunks from
-    the chunk size. The rows then have many chunks, so that only a single layer's states are being
-    copied to the host at a time.
+    Rows are longer than the attention kernels' block of keys, unless the row in `at` is shorter.
+    Each row has the fewest chunks that determine the fitted functions: a first, some inner and a
+    last chunk. Rows have more chunks if K and V come from the host, or if plain matrix products
+    compute attention.
+
+    Layers with recurrent states save a state for each chunk. A third chunk size then separates the
+    effect of the number of chunks from the effect of the chunk size. Such rows have
+    more chunks, too. States of several layers would be copied to the host at the same time if the
+    rows had few chunks, unlike in longer rows.
 
     Args:
         at: (T, C) where the functions are most accurate; None: functions for any length.

@@ -37,7 +37,13 @@ from streambp.device import RandomState
 from streambp.distributed.engines import drops_masks, full_shape, is_partitioned
 from streambp.errors import ConfigError, StreamBPError
 from streambp.instance_forward import InstanceForward, forwards, is_fsdp_unit
-from streambp.known_names import COMPOSABLE_STATE, HOOK_TABLE_SUFFIX, MODULE_HOOKS
+from streambp.known_names import (
+    ACCELERATE_FORWARD,
+    ACCELERATE_HOOK,
+    COMPOSABLE_STATE,
+    HOOK_TABLE_SUFFIX,
+    MODULE_HOOKS,
+)
 from streambp.model.head_deferral import restore_heads
 from streambp.model.packed_adapters import activate_packed
 from streambp.model.patching import unpatch
@@ -90,8 +96,8 @@ class Skeleton:
         source: an id on the Hub, a checkpoint's folder, a config.json, a configuration, or a model
             (not changed).
         dtype: dtype of the weights, unless the source is a model.
-        lora: rank of adapters on every Linear of the layers (peft's "all-linear"); all other
-            parameters are frozen.
+        lora: rank of LoRA adapters on the Linears of the layers (`lora_targets`), with all other
+            parameters frozen; None: no adapters are added.
         bits: 4 or 8 for a quantised, frozen base; 16 for none.
         device: type of the device whose kernels and memory are counted.
         mixers: code of recurrent and convolutional layers: "kernels" of their packages,
@@ -99,8 +105,8 @@ class Skeleton:
             torch on a CPU.
         kernels: code of norms, gated activations and rotary embeddings, as in `StreamConfig`;
             "auto": Liger's on a GPU if liger-kernel is installed here.
-        fewer: True: copy only one or a few layers of each structure (`ShrunkModel`) if the source
-            is a model, and the parameters of these layers. False: copy all layers.
+        fewer: True: if the source is a model, copy only one or a few of its layers of each
+            structure (`ShrunkModel`). False: copy all layers.
         lora_targets: names of the Linears that get adapters; empty: every Linear of the layers that
             peft accepts.
         encoder_len: positions of each row of an encoder-decoder's encoder; None: the length of the
@@ -275,10 +281,11 @@ class Skeleton:
         return loss_of(self.model, ids, self.head is not None, self.encoder_len)
 
     def on_host(self) -> dict[str, Any]:
-        """Return the bytes that layers' weights would take in host memory, as a dict with the keys
-        "frozen", "trained" and "decoded" (fields of `Profile`). The dict is empty for 8-bit weights
-        and torchao's, which cannot move to the host. It is empty for T5's kind, too: one layer's
-        table serves all layers, and the layers are in two stacks."""
+        """Return a dict with fields of `Profile` for weights in host memory. "frozen" and "trained"
+        are the bytes that each layer's weights would take there. "decoded" is a layer's dequantized
+        4-bit weights in bytes, on the device. The dict is empty for 8-bit weights and for
+        torchao's, which cannot move to the host. The dict is empty for T5's kind, too: one layer's
+        bias serves all layers, and the layers are in two stacks."""
         layers: list[nn.Module] = []
         for stack in find_stacks(self.model).stacks:
             layers.extend(stack.layers)
@@ -354,6 +361,7 @@ class Skeleton:
                     memo[id(table)] = {}
         with restore_heads(model), _unsharded_classes(model):
             copied = unpatch(copy.deepcopy(model, memo))
+        _remove_device_hooks(copied)
         for module in copied.modules():
             for wrapper in list(forwards(module)):
                 if isinstance(wrapper, InstanceForward):
@@ -368,9 +376,23 @@ class Skeleton:
         return copied
 
 
+def _remove_device_hooks(model: nn.Module) -> None:
+    """Remove accelerate's hooks from a copy without data. The hooks would move its inputs to the
+    devices of the original's weights."""
+    for module in model.modules():
+        attributes = vars(module)
+        if attributes.pop(ACCELERATE_HOOK, None) is None:
+            continue
+        attributes.pop("forward", None)
+        forward = attributes.pop(ACCELERATE_FORWARD)
+        if getattr(forward, "__func__", None) is not type(module).forward:
+            attributes["forward"] = forward
+
+
 def _note_packed(weights: ParametrizationList, memo: dict[int, Any], device: torch.device) -> None:
-    """Copy the quantization statistics of a packed weight as tensors without data. Set the weight's
-    bytes and its number of parameters as attributes of the copy of the packed weight.
+    """Copy the quantization statistics of a packed weight as tensors without data. A packed weight
+    is, for example, an expert weight that bitsandbytes stores in 4 bits. Set the weight's bytes and
+    its number of parameters as attributes of the copy of the packed weight.
 
     Args:
         weights: the parametrization of the weight, in the original model.
@@ -611,9 +633,10 @@ def reduced_layers(model: nn.Module) -> ShrunkModel:
     costs of a step are counted: the first, the last, and one between the two.
 
     A kind is a set of layers with the same structure. If there are several kinds, or recurrent
-    states, two layers of each kind between the first and the last are selected. Some work happens
-    once, in backward of the first layer of a kind, and not in each layer. If layers read another
-    layer's keys and values (`num_kv_shared_layers`), all layers are selected.
+    states, two layers of each kind between the first and the last are selected. The reason is work
+    that happens once, in backward of the first layer of a kind, and not in each layer. All layers
+    are selected if layers read another layer's keys and values (`num_kv_shared_layers`), or if the
+    layers are in no `ModuleList` of the backbone.
     """
     stack = counted_stack(model)
     depth = len(stack.layers)

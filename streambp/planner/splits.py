@@ -45,7 +45,7 @@ class SplitCount(StepCount):
     Attributes:
         links: five numbers of bytes so far, in this order. All-to-alls of queries and outputs,
             all-to-alls of keys, gathered keys, gradients of keys sent to be summed, and keys moved
-            on the device by reordering. The last number is not in `work`.
+            on the device by reordering. `work.traffic` has no bytes of the last number.
         max_other_bytes: dict from the bytes of live keys of other ranks to the most other bytes
             that were live at the same time, since `reset_peak`.
     """
@@ -103,7 +103,7 @@ class SplitCount(StepCount):
 @contextlib.contextmanager
 def _keys_allocated() -> Iterator[None]:
     """Context manager for code that allocates keys and values of other ranks' tokens, or gradients
-    of such keys and values. Functions have it as a decorator, too.
+    of such keys and values. Functions may have this context manager as a decorator, too.
 
     Each running `SplitCount` counts the storages allocated inside as "keys of other ranks", a
     single sum that is separate from all other bytes.
@@ -134,19 +134,23 @@ def _exchange(shards: Shards, parts: Tensor) -> Tensor:
 
 
 def _collective(names: tuple[str, ...]) -> Callable[..., SimpleNamespace]:
-    """Return a replacement for a collective of torch.distributed that counts bytes and exchanges
-    nothing, for a step with sharded sequences on one rank.
+    """Return a replacement for a collective of torch.distributed, for a counted step on one rank.
+    The replacement exchanges nothing, and adds bytes to `links` of every running `SplitCount`.
+
+    An all-gather of keys and values adds the bytes of the result to the gathered keys. The result
+    then counts as keys of other ranks. A reduce-scatter of the gradients of keys and values adds
+    the bytes that this rank would send to the gradients of keys.
 
     Args:
-        names: names that the collective has in torch's versions; `GATHER` for an all-gather of
-            keys. Any other collective is the sum of key gradients (reduce-scatter).
+        names: names that the collective has in torch's versions. `GATHER` stands for the
+            all-gather, and all other names for the reduce-scatter.
     """
 
     def run(
         received: Tensor, sent: Tensor, group: Any = None, async_op: bool = False
     ) -> SimpleNamespace:
         """Count the bytes of a collective from `sent` [...] to `received` [...]. Return an object
-        like its work handle."""
+        like the collective's work handle, whose `wait` does nothing."""
         storage = received.untyped_storage()
         for count in running_counts(SplitCount):
             if names == GATHER:
@@ -264,17 +268,18 @@ def lines_of_keys(
     lengths: Sequence[int],
     ranks: int,
 ) -> list[list[PhaseMemory]]:
-    """Return the phases of each counted step (a step on tensors without data), with the memory as a
-    linear function of `profile.held_keys`, the amount of other ranks' keys: peak + per_key *
-    amount.
+    """Return the phases of each counted step (a step on tensors without data). The memory of a
+    phase is given as `peak` + `per_key` * amount, for the amount of other ranks' keys and values
+    that `profile.held_keys` returns.
 
-    A phase that holds different amounts of these keys over time has several such functions, and
-    occurs once for each. The planner takes their maximum to predict other numbers of ranks.
+    A phase that holds different amounts of these keys over time has several linear functions, and
+    occurs once for each. The planner predicts memory as the maximum of these functions, for any
+    number of ranks.
 
     Args:
         phases: the phases of each counted step, in order. The steps differ in row length and chunk
             size.
-        split: kind of sequence sharding.
+        split: sequence sharding of the steps, on which the amount depends.
         lengths: tokens of a rank's shard (its part of a row) in each counted step.
         ranks: number of ranks for which the steps were counted.
     """

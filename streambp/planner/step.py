@@ -53,8 +53,8 @@ class Span:
         work: FLOPs, bytes read and written, and dispatches in the phase.
         max_other_bytes: dict from bytes in use for other ranks' keys and values to the largest
             number of all other bytes in use at the same time. {} without sequence sharding.
-        links: five numbers of bytes exchanged with other ranks, as in `splits.SplitCount.links`. ()
-            without sequence sharding.
+        links: five numbers of bytes exchanged with other ranks or reordered for them, as in
+            `splits.SplitCount.links`. () without sequence sharding.
     """
 
     name: str
@@ -275,12 +275,14 @@ def _flash(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Return the output [B, T, H, D_v] of torch's FlashAttention operation, and None in place of
-    attention weights. The operation makes the kernel's allocations on meta tensors.
+    attention weights. The operation makes the kernel's allocations on meta tensors, so that the
+    planner counts them.
 
-    The function is registered as one of transformers' attention functions and has their arguments.
-    A mask and a softcap are ignored. A module with is_causal=False reads all keys, or those of a
-    window to both sides; any other module is causal. With T5's bias, [1, H, T, S], transformers'
-    sdpa function makes the mask to which the bias is added.
+    The function is registered in transformers' `AttentionInterface`, and has the usual arguments:
+    query [B, H, T, D], key [B, H_kv, S, D] and value [B, H_kv, S, D_v]. A mask and a softcap are
+    ignored. A module with is_causal=False reads all keys, or the keys of a window
+    to both sides; any other module is causal. With T5's bias, `position_bias` [1, H, T, S],
+    transformers' sdpa function makes the mask to which the bias is added.
     """
     if position_bias is not None:
         with fused_sdpa():

@@ -191,8 +191,8 @@ def _file(key: str) -> Path:
 
 
 def _module(module: nn.Module, numbers: dict[int, int]) -> Iterator[Any]:
-    """Yield the class, tensors, attributes and hooks of one module as JSON types, for the key of a
-    stored count. Modules inside the module are left out.
+    """Yield the class, tensors, attributes and hooks of one module as JSON types, for the digest of
+    `key_of`. Modules inside the module are left out.
 
     Args:
         module: the module.
@@ -222,8 +222,8 @@ def _module(module: nn.Module, numbers: dict[int, int]) -> Iterator[Any]:
 
 
 def _tensor(tensor: Tensor) -> list[str]:
-    """Return the class, shape, strides, dtype and requires_grad of a tensor [...], as text for the
-    key of a stored count. A parameter that ZeRO-3 has divided has its full shape."""
+    """Return the class, shape, strides, dtype and requires_grad of a tensor [...], as texts for the
+    digest of `key_of`. A parameter that ZeRO-3 has divided has its full shape."""
     if is_partitioned(tensor):
         layout = str(tuple(full_shape(tensor)))
     else:
@@ -232,13 +232,13 @@ def _tensor(tensor: Tensor) -> list[str]:
 
 
 def describe_value(value: Any, depth: int = MAX_DEPTH) -> Any:
-    """Return a value as JSON types that are equal in each process. Sets are sorted; objects of
-    unknown classes become the name of their class. The key of a stored count is made from the
-    result.
+    """Return a value as JSON types for the digest of `key_of`, equal in each process. Sets are
+    sorted; objects of unknown classes become the name of their class.
 
     Args:
         value: the value.
-        depth: levels of containers inside it that are described.
+        depth: levels of nested containers that are described; deeper containers become the name of
+            their class.
     """
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -270,13 +270,13 @@ def describe_value(value: Any, depth: int = MAX_DEPTH) -> Any:
 
 
 def _name(kind: type) -> str:
-    """Return the module and the qualified name of a class, for the key of a stored count."""
+    """Return the module and the qualified name of a class, for the digest of `key_of`."""
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _code_of(kinds: Mapping[type, Any]) -> Iterator[Any]:
     """Yield a description of the code of some modules' classes, and of the functions in the files
-    that define these classes, for the key of a stored count.
+    that define these classes, for the digest of `key_of`.
 
     Args:
         kinds: dict with the modules' classes as keys; its values are not read.
@@ -293,8 +293,8 @@ def _code_of(kinds: Mapping[type, Any]) -> Iterator[Any]:
 
 
 def _function(function: Any, depth: int) -> list[Any]:
-    """Return a description of a function, for the key of a stored count. The list has digests of
-    its code and of the functions that it wraps, and the values in its defaults and closure.
+    """Return a description of a function, for the digest of `key_of`. The list has digests of the
+    function's code and of functions that it wraps, and the values in defaults and closure.
 
     Args:
         function: the function.
@@ -313,8 +313,8 @@ def _function(function: Any, depth: int) -> list[Any]:
 
 
 def _contents(function: types.FunctionType) -> Iterator[Any]:
-    """Yield the values of a function's closure that are no functions, for the key of a stored
-    count."""
+    """Yield the values of a function's closure that are no functions, for the digest of
+    `key_of`."""
     for cell in function.__closure__ or ():
         with contextlib.suppress(ValueError):  # the variable has no value yet
             if not isinstance(cell.cell_contents, types.FunctionType):
@@ -322,8 +322,8 @@ def _contents(function: types.FunctionType) -> Iterator[Any]:
 
 
 def _code(code: types.CodeType) -> str:
-    """Return a digest of a function's compiled code, as hexadecimal digits for the key of a stored
-    count. The digest does not depend on file name and line numbers."""
+    """Return a digest of a function's compiled code in hexadecimal digits, which is a part of
+    `key_of`'s digest. The result does not depend on file name and line numbers."""
     digest = hashlib.sha256(code.co_code)
     for value in (*code.co_names, *code.co_varnames, *code.co_consts):
         if isinstance(value, types.CodeType):

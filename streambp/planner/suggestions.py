@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from streambp.errors import StreamBPError
-from streambp.planner.plan import ALLOWED_SLOWDOWN, Plan, plan_profile
+from streambp.planner.plan import ALLOWED_SLOWDOWN, Plan, plan_step
 from streambp.planner.profile import Profile, Setting, bytes_between_steps
 
 # Rank of proposed adapters, and bits of proposed frozen weights.
@@ -64,7 +64,7 @@ class Remedy:
     Attributes:
         change: the change in words, for the plan's text.
         options: options of `streambp plan` that request the change, such as ("--lora", "16").
-        plan: the plan with these options.
+        plan: the plan with these options, from `plan_step`.
     """
 
     change: str
@@ -74,8 +74,8 @@ class Remedy:
 
 def settings_of(base: Setting) -> Iterator[tuple[tuple[str, ...], Setting]]:
     """Yield pairs: options of `streambp plan`, and the training setting that they request. The
-    first pair is () with `base` itself. Variants of `base` have the layers' weights, the optimizer
-    state or both in host memory."""
+    first pair is () with `base` itself. The other pairs have variants of `base`, with the layers'
+    weights, the optimizer state or both in host memory."""
     choices: list[tuple[tuple[str, ...], Setting]] = [((), base)]
     for weights in ("auto", "cpu"):
         if weights != base.weights and base.weights != "cpu":
@@ -123,7 +123,7 @@ def best_change(
         if training is None and not options:
             continue
         with contextlib.suppress(StreamBPError):  # ranks that cannot share the heads, for example
-            plan = plan_profile(profile, seq_len, base_plan.memory, setting, base_plan.rates)
+            plan = plan_step(profile, seq_len, base_plan.memory, setting, base_plan.rates)
             if plan.choice is None:
                 continue
             changes, options = _describe_change(training, options)
@@ -222,7 +222,7 @@ def _fewer_tokens(
     for options, setting in settings_of(plan.setting):
         if training is None and options:
             break
-        longest_plan = plan_profile(profile, "max", plan.memory, setting, plan.rates)
+        longest_plan = plan_step(profile, "max", plan.memory, setting, plan.rates)
         if longest_plan.choice is None or (seq_len != "max" and longest_plan.seq_len >= seq_len):
             continue
         changes, options = _describe_change(training, options)
@@ -250,7 +250,7 @@ def _on_more_gpus(current_plan: Plan, seq_len: int | Literal["max"]) -> Iterator
         memory = dataclasses.replace(current_plan.memory, host=host)
         for on_host in dict.fromkeys((current.optimizer_on_host, True)):
             setting = dataclasses.replace(current, gpus=gpus, zero=3, optimizer_on_host=on_host)
-            plan = plan_profile(current_plan.profile, seq_len, memory, setting, current_plan.rates)
+            plan = plan_step(current_plan.profile, seq_len, memory, setting, current_plan.rates)
             if plan.choice is None:
                 continue
             change = f"{gpus} GPUs with ZeRO-3"
@@ -275,7 +275,7 @@ def _min_seconds(base_plan: Plan) -> float:
     min_seconds = math.inf
     for size in (gpu * 5 // 4, 2 * gpu, UNLIMITED_BYTES):
         larger = dataclasses.replace(base_plan.memory, gpu=size, host=None)
-        plan = plan_profile(
+        plan = plan_step(
             base_plan.profile, base_plan.seq_len, larger, base_plan.setting, base_plan.rates
         )
         min_seconds = min(min_seconds, seconds_of(plan))
@@ -320,8 +320,9 @@ def profile_of(training: Training, count: Callable[[Training], Profile]) -> Prof
 
 
 def is_on_device(remedy: Remedy) -> bool:
-    """True if all of the layers' weights are on the device in the fastest step of a remedy's plan
-    (`Plan.choice`). Kinds of training that need less memory are then not proposed."""
+    """True if a step of a remedy's plan fits into memory, and the fastest one (`Plan.choice`) has
+    the weights of all layers on the device. Other kinds of training, which need even less device
+    memory, are then not proposed."""
     choice = remedy.plan.choice
     return choice is not None and choice.on_host is None
 

@@ -229,9 +229,10 @@ def _more_fields(skeleton: Skeleton) -> dict[str, Any]:
     """Return fields of `Profile` as a dict from field name to value. A `Profile` has the memory and
     costs of a model's steps, counted on tensors without data.
 
-    "frozen", "trained" and "decoded" are bytes of the layers' weights that may move to host memory.
-    The three are missing for weights that cannot move (8-bit weights and torchao's). "assumed" has
-    texts on assumptions about a model that is no causal language model.
+    "frozen" and "trained" are each layer's bytes of weights that may move to host memory, and
+    "decoded" is a layer's dequantized 4-bit weights in bytes. The three are missing for weights
+    that cannot move (8-bit weights and torchao's). "assumed" has texts on assumptions about a model
+    that is no causal language model.
     "without_adapters" has the names of Linears to which peft refuses to add LoRA adapters.
 
     Args:
@@ -363,14 +364,15 @@ class Counter:
         ("forward" of all layers, for example) to `Work`. Costs at any length are fitted through
         these and other points.
 
-        One point has two chunks of `size` tokens, and the other has three chunks of 2 `size`
-        tokens. The other point has four chunks with sharded sequences, because a rank's part of a
+        The first point has two chunks of `size` tokens, and the second three chunks of 2 `size`
+        tokens. The second point has four chunks with sharded sequences, because a rank's part of a
         sequence has two parts of complete chunks.
 
-        Recipes with the same saved tensors differ only by their copies to the host. One run on
-        tensors without data therefore serves all of them. The difference between recipes is
-        computed at a point that is in the `counts` of both. Bytes of the difference are scaled with
-        T, and dispatches (operations that torch starts) with the number of chunks.
+        Recipes with the same saved tensors differ only by their copies to the host. The first of
+        these recipes is therefore run at the two points, and the results serve all of them. The
+        result for a later recipe includes the difference between the two recipes, computed at a
+        point in the `counts` of both. Bytes of the difference are scaled with T, and dispatches
+        (operations that torch starts) with the number of chunks.
 
         Args:
             recipe: the way to run the step, such as streamed with some saved tensors.
@@ -540,13 +542,14 @@ class Counter:
 
 
 def _growth(phases: list[PhaseMemory], accumulating: list[PhaseMemory]) -> list[PhaseMemory]:
-    """Return the difference in bytes of each phase between a step that adds to existing gradients
-    and a step that creates its gradients, with the bytes of gradients. `_add_growth` adds the
-    difference at other lengths, where the first kind of step is not counted.
+    """Return the additional bytes of each phase, at its start and at its peak, in a step that adds
+    to existing gradients instead of creating gradients. Only steps that create gradients are
+    counted at other lengths, and `_add_growth` adds these bytes.
 
     Args:
         phases: the phases of a step that creates its gradients.
-        accumulating: the same phases of a step that adds to existing gradients.
+        accumulating: phases of the step that adds to existing gradients, in the same order. The
+            result has their bytes of gradients, too.
     """
     growth = []
     for phase, total in zip(phases, accumulating, strict=True):

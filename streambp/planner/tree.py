@@ -97,8 +97,8 @@ def module_tree(skeleton: Skeleton, shrunk_model: ShrunkModel, batch_size: int) 
 
 
 def _activations(skeleton: Skeleton, batch_size: int) -> Activations:
-    """Return a dict from modules to bytes for each token. The bytes are those of tensors that the
-    module's forward allocates, and that backward keeps alive until the end of the model's forward.
+    """Return a dict from modules to bytes for each token. A module's bytes are of tensors that its
+    forward allocates, and that are still alive for backward at the end of the model's forward.
 
     Args:
         skeleton: the model, on meta or fake tensors.

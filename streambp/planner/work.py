@@ -215,8 +215,9 @@ def _size(tensor: Tensor) -> int:
 def traffic_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     """Return the bytes that one torch operation reads and writes, for a prediction of its seconds.
     Attention and matrix products count 0 bytes, because their FLOPs determine their seconds. A
-    product that is added to a sum counts the sum's bytes. Attention with a bias of all pairs of
-    positions counts the bytes of the bias, and in backward those of its gradient.
+    product that is added to a sum in place (`addmm_`) counts the sum's bytes, read and written.
+    Attention with a bias of all pairs of positions counts the bytes of the bias, and in backward
+    those of its gradient.
 
     Args:
         func: the operation, an overload of `torch.ops.aten` that returns no view.

@@ -217,13 +217,13 @@ class PackedRowTrials:
         fork_distance: int,
         on_all_ranks: bool,
     ) -> None:
-        """Test with random tokens whether calls with the key of these arguments (`kind_of`) can be
-        computed as a packed row with shared prefixes. Store the reasons against it, or None, in
-        `verdicts`.
+        """Test if calls of this kind (`kind_of`) can be computed as a packed row, in which shared
+        prefixes occur once. The backbone runs on rows of random tokens and on their packed row, and
+        the results are compared. Store the reasons against a packed row, or None, in `verdicts`.
 
         Args:
-            kwargs: the call's arguments, which `why_not` has accepted.
-            over: the backbone's forward, called with the call's arguments, the packed row or None
+            kwargs: the arguments of a call of this kind, which `why_not` has accepted.
+            over: the backbone's forward, called with arguments of the test, the packed row or None
                 for the rows, and a list that receives exceptions of layers.
             layer_states: the backbone's decoder layers.
             fork_distance: minimum number of tokens between two positions at which rows branch.

@@ -85,9 +85,9 @@ class SharedPrefixes:
     Args:
         module: the backbone: a transformers model without head.
         rows: `StreamConfig.rows`. "auto": a padded batch is not packed if other code may read
-            values at padding, and with dropout rows share no tokens. "packed": such batches are
-            packed, too. Values at padding are then another token's, and rows have the same dropout
-            in their common beginning.
+            values at padding, and rows share no tokens if the model has dropout. "packed": such
+            batches are packed, too. Values at padding are then another token's, and rows have the
+            same dropout in their common beginning.
 
     Attributes:
         last: sizes of the last call's packed row, or the reason against it as text; None before the
@@ -117,7 +117,8 @@ class SharedPrefixes:
 
         Args:
             kwargs: the backbone's arguments.
-            over: the backbone's forward: (arguments, the packed row or None).
+            over: the backbone's forward, called with arguments and their packed row, or with the
+                rows' arguments and None.
             layer_states: returns the backbone's decoder layers.
             labels: labels and shift_labels of the language model around the backbone.
             documents: True if the language model's position_ids mark several documents in a row.
@@ -213,7 +214,8 @@ class SharedPrefixes:
         padding_unseen: PaddingCheck,
     ) -> bool:
         """True if this call would be computed on a packed row with fewer tokens than the batch
-        [B, T]. Also True if only a test of the model on such a row is missing. Nothing is computed.
+        [B, T]. The result is also True if the model was not tested on packed rows yet, and no
+        other reason speaks against a packed row. Nothing is computed.
 
         The caller runs a small batch unpatched only if the result is False, because an unpatched
         forward computes all tokens.
@@ -278,8 +280,8 @@ class SharedPrefixes:
         row as text. The second is True if the backbone may be tested with the arguments of this
         call. The backbone does not run.
 
-        An exception is returned as such a reason, because the user did not request a packed row,
-        and the rows can still be computed.
+        An exception is returned as a reason in text, because the user did not request a packed
+        row, and the rows can still be computed.
 
         Args:
             kwargs: the backbone's arguments.
@@ -467,15 +469,16 @@ def _chunk_overhead(layer_states: list[LayerState]) -> float:
 
 
 def _label_mask(plain: Any, shifted: Any, ids: Tensor) -> Tensor | None:
-    """Return a bool tensor [B, T], True for tokens whose output has a label. `find_tree` packs no
-    batch in which padding predicts a label. If labels exist for the last tokens alone
-    (logits_to_keep), all tokens are True. None without labels.
+    """Return a bool tensor [B, T], True for tokens whose output has a label. `find_tree` refuses to
+    pack a batch if the result is True at a padding position, because a packed row has no padding.
+    If labels exist for the last tokens alone (logits_to_keep), all entries are True. None without
+    labels.
 
     Args:
         plain: the argument `labels`, or None; the label of a token is for the output of the token
             before.
         shifted: the argument `shift_labels`, or None; the label of a token is for its own output.
-        ids: a tensor [B, T].
+        ids: a tensor [B, T], for its shape and device.
     """
     if isinstance(shifted, Tensor) and shifted.shape == ids.shape:
         return shifted != IGNORED_LABEL

@@ -24,8 +24,8 @@ class TokenCopies(torch.autograd.Function):
     batch that have these tokens: [B, T, ...]. The packed row has shared prefixes once. Backward
     sums the gradients of the copies.
 
-    Padding gets the first token's values, because zeros might have no gradient. A gradient at
-    padding raises.
+    A gradient at padding raises, because padding was not computed. Padding gets the first token's
+    values: with zeros, the gradient of code that uses padding might be 0 and raise nothing.
     """
 
     @staticmethod
@@ -115,14 +115,14 @@ def _copy_lazy_rows(x: LazyHidden, tree: PrefixTree) -> LazyHidden:
 
 def defer_padding(x: LazyHidden, tree: PrefixTree, compute: Callable[[bool], Tensor]) -> LazyHidden:
     """Return the packed row's lazy hidden states [N, h] as lazy hidden states [B, T, h] of the
-    batch's rows. If the program reads values at padding, another forward computes all rows.
-    [Note: padding that is read]
+    batch's rows. If the program reads values at padding, `compute` runs a second forward, which
+    computes all rows. [Note: padding that is read]
 
     Args:
         x: hidden states, computed on the first read.
         tree: the packed row of N tokens: the tokens of all rows, without padding and with shared
             prefixes once.
-        compute: runs this forward and returns the hidden states of the rows, [B * T, h]. The
+        compute: runs the second forward and returns the hidden states of the rows, [B * T, h]. The
             argument is True to build an autograd graph.
 
     Raises:

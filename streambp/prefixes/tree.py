@@ -324,8 +324,8 @@ def _locate_rows(
     shared prefixes. If a packed row is impossible, for example because padding separates tokens,
     return the reason as text.
 
-    The second value is the highest position in the batch if only padding has this position; None
-    otherwise.
+    The second value is the highest position in the batch if only padding has this position, for
+    `PrefixTree.extra_position`; None otherwise.
 
     Args:
         ids: [B, T], integers that are equal for equal tokens.

@@ -327,8 +327,8 @@ def _tell_convolution(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Call the convolution `real` on x [B, D, k + C], the chunk and k tokens before it, with the
-    document (seq_idx) of each of these tokens.
+    """Call the convolution `real` on x [B, D, k + C], the chunk and k tokens before it, and return
+    its result. A call with seq_idx gets the document of each of these tokens as seq_idx.
 
     Args:
         real: the original function.

@@ -339,9 +339,9 @@ def _write_step(
     """Return the step dt [D] of the additional tokens with which `SelectiveScan` writes the start
     state in front of a chunk. The scan has yet to apply bias and softplus to this step.
 
-    The inputs of these tokens are enlarged by the factor that decays until the chunk begins. A
-    larger A gives a smaller step, so that this factor is at most exp(MAX_WRITE_DECAY) and does not
-    overflow.
+    A written value decays until the chunk begins, so the inputs of these tokens are enlarged by the
+    inverse factor. A larger A gives a smaller step, so that the inverse factor is at most
+    exp(MAX_WRITE_DECAY) and does not overflow.
 
     Args:
         A: the scan's A, [D, N].
@@ -370,17 +370,20 @@ def _write_inputs(
     parts: int,
 ) -> Tensor:
     """Return the inputs u [B, D, parts * N] of the additional tokens with which `SelectiveScan`
-    writes the start state in front of a chunk.
+    writes the start state in front of a chunk. Each token writes one of the N columns of the state.
+
+    The scan multiplies u by the step, and the written value decays until the chunk begins. u is
+    therefore the column divided by both factors.
 
     Args:
         start: the start state [B, D, N].
-        raw: step dt [D] of these tokens, before bias and softplus.
+        raw: step dt [D] of these tokens, to which the scan will apply bias and softplus.
         A: the scan's A, [D, N].
         bias: the scan's delta_bias [D].
         softplus: the scan's delta_softplus.
         dtype: dtype of u.
-        parts: tokens for each of the N columns. 2: one token writes the rounded value, and another
-            its rounding error; 1: one token writes the value.
+        parts: tokens for each of the N columns. 1: one token writes the column; 2: a second
+            token writes the rounding error of the first, because `dtype` has half precision.
     """
     wide = torch.promote_types(dtype, torch.float32)
     start, A = start.to(wide), A.to(wide)  # noqa: N806
@@ -407,9 +410,12 @@ def _write_inputs(
 
 
 class EndState(torch.autograd.Function):
-    """Autograd Function that returns a scan's end state [B, D, N], through which the scan itself
-    passes no gradient. Backward sends the gradient to the outputs of the tokens that
-    `SelectiveScan` adds behind the chunk to read this state."""
+    """Autograd Function that makes a scan's end state [B, D, N] differentiable. The scan's own
+    backward ignores the end state's gradient.
+
+    `SelectiveScan` adds tokens behind the chunk whose outputs are the columns of the end state. The
+    scan's backward does use the gradients of outputs. Backward of this function therefore returns
+    the end state's gradient as gradients of these outputs."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, *readers: Tensor) -> Tensor:
@@ -428,8 +434,8 @@ class EndState(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradient [B, D, N] for each part of the additional tokens' outputs. The first
-        part gets the gradient rounded to its dtype, and the second part the rounding error."""
+        """Return None for `value`, and a gradient [B, D, N] for each of the `readers`. The first
+        reader gets `grad` rounded to the reader's dtype, and the second gets the rounding error."""
         gradients = []
         remainder = grad
         for _ in range(ctx.parts):

@@ -148,8 +148,8 @@ def _run_segments(
     Args:
         module: the module.
         real: the module's forward before this replacement, which takes hidden states [B, C, h].
-        scans: pairs of a module and the name of its function that takes no start state, from
-            `scans_of`.
+        scans: pairs (module, name) from `scans_of`. The function `name`, which takes no start
+            state, is replaced in each run by a function that starts from the document's states.
         segments: the chunk's tokens split by document.
         cache: contains the chunk's start states and collects its end states; None: the layer gets
             no cache.

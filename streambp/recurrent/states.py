@@ -195,8 +195,9 @@ def copy_view(state: Tensor) -> Tensor:
 
 
 def leaves_of(states: States) -> States:
-    """Return the same states detached, as leaves of a new autograd graph. Floating-point states
-    require a gradient, which backward passes to the end states of the chunk before."""
+    """Return a chunk's start states detached, as leaves of the chunk's autograd graph. States in
+    floating point require a gradient, which backward passes to the end states of the chunk before.
+    """
     return {
         key: state.detach().requires_grad_(state.is_floating_point())
         for key, state in states.items()

@@ -57,7 +57,7 @@ class OneRankShards(Shards):
         exchanged.
 
         Args:
-            parts: k and v; emptied.
+            parts: list of k and v; the list is emptied.
             heads: H, the number of query heads; not used.
         """
         return Keys(*(parts.pop(0).transpose(1, 2).contiguous() for _ in range(2)))
@@ -67,7 +67,7 @@ class OneRankShards(Shards):
         Nothing is exchanged or summed.
 
         Args:
-            sums: dK [B, T, H_kv, D] and dV; emptied.
+            sums: list of dK [B, T, H_kv, D] and dV; the list is emptied.
             dtype: dtype of the result.
             heads: number of key/value heads; not used.
         """
@@ -85,8 +85,9 @@ class BidirectionalSaves(ShardedSaves):
 
     @property
     def moves_kv(self) -> bool:
-        """Return False: K and V are not moved to the host chunk by chunk, as in other layers. K and
-        V of all tokens are saved at once, before the half of the layer after attention."""
+        """Return False: unlike a causal layer, this call does not move K and V to the host chunk by
+        chunk. K and V of all tokens are saved at once, before the half of the layer after
+        attention."""
         return False
 
 

@@ -83,7 +83,7 @@ class ShardedSaves(SavedForBackward):
     @property
     def keeps_kv(self) -> bool:
         """True if K and V of full sequences are saved for backward. Always False under context
-        parallelism, where K and V are gathered from other ranks."""
+        parallelism, where backward gathers K and V from other ranks again."""
         return keeps(self.layer_state.config, "kv") and not self.gathers
 
     def order(self) -> list[list[Access]]:
@@ -234,8 +234,8 @@ class ShardedCall(LayerCall):
 
     @property
     def attends_by_itself(self) -> bool:
-        """True if the layer computes attention itself, so that its second half gets keys and values
-        in place of attention's output."""
+        """True if the layer's own code computes attention, and not streambp's attention. The
+        layer's second half then gets keys and values in place of attention's output."""
         return not self.layer_state.kind.attention.ours
 
     def split(
@@ -245,13 +245,14 @@ class ShardedCall(LayerCall):
         at_attention: Callable[[], None] | None = None,
     ) -> SplitAtAttention | FullSequenceKeys:
         """Return the replacement of the layer's attention that cuts the layer's forward on a chunk
-        in two. A layer that attends by itself gets a replacement of its keys and values instead.
+        in two. A layer whose own code computes attention (`attends_by_itself`) gets a replacement
+        of its keys and values instead.
 
         Args:
             chunk: the chunk's range of positions.
             half_input: attention's output [B, H, C, D_v] for the second half; None: the object is
-                for the first half. A layer that attends by itself gets K [B, H_kv, T, D] and V of
-                all tokens.
+                for the first half. A layer whose own code computes attention gets K
+                [B, H_kv, T, D] and V of all tokens.
             at_attention: called in the second half where the first half ends; None: nothing is
                 called.
         """
@@ -272,8 +273,8 @@ class ShardedCall(LayerCall):
         `LayerCall.prepare_layer`.
 
         Raises:
-            UnsupportedModelError: the layer overwrites its input in place, which the half before
-                attention would miss.
+            UnsupportedModelError: a kernel that autograd does not record overwrites the layer's
+                input in place. A layer that runs in halves does not support such kernels.
         """
         if self.layer_state.tests.overwritten.inputs:
             kind = type(self.layer_state.layer).__name__
@@ -327,8 +328,9 @@ def _random_attention(call: ShardedCall, tensors: list[Tensor]) -> tuple[HalfInp
 
     Args:
         call: the call of the layer.
-        tensors: q, k and v of the half before attention; k and v alone of a layer that attends by
-            itself. That layer gets random k and v, other layers a random output [B, H, C, D_v].
+        tensors: q, k and v of the half before attention. The result is then a random attention
+            output [B, H, C, D_v]. If the layer's own code computes attention, `tensors` has only k
+            and v, and the result is random k and v.
     """
     if call.attends_by_itself:
         k, v = (torch.randn_like(tensor).requires_grad_() for tensor in tensors)
@@ -399,8 +401,9 @@ def _unread_in_halves(
     leaves = call.arguments.leaves(chunk, [True] * len(call.arguments.differentiable))
 
     def run_before() -> list[Tensor]:
-        """Run the layer's forward up to its attention, and return q, k and v. A layer that attends
-        by itself has only k and v."""
+        """Run the layer's forward up to its attention, and return q, k and v. If the layer's own
+        code computes attention (`attends_by_itself`), the second half computes q: return k and
+        v."""
         chunk_attention = call.split(chunk)
         with random.replay():
             call.run(x, chunk, chunk_attention, leaves)
@@ -411,15 +414,17 @@ def _unread_in_halves(
     half_input, of_attention = _random_attention(call, tensors)
 
     def needed_tensors() -> list[Tensor]:
-        """Run the half before attention, and return the tensors that backward recomputes if k and v
-        were saved: q. A layer that attends by itself computes q in its second half, and returns k
-        and v."""
+        """Run the half before attention, and return the tensors for which some of its Linears may
+        be skipped. This is q: if k and v were saved, backward computes q alone. If the layer's own
+        code computes attention (`attends_by_itself`), q belongs to the second half: return k and
+        v."""
         tensors = run_before()
         return tensors if call.attends_by_itself else tensors[:1]
 
     def run_after() -> list[Tensor]:
-        """Run the layer's forward with `half_input` as attention's output, and return hidden_states
-        and the layer's other outputs."""
+        """Run the half after attention, and return hidden_states and the layer's other outputs.
+        `half_input` replaces attention's output, or k and v if the layer's own code computes
+        attention (`attends_by_itself`)."""
         with random.replay():
             output = call.run(x, chunk, call.split(chunk, half_input), leaves)
         assert output is not None

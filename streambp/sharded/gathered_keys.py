@@ -167,7 +167,7 @@ class GatheredShards(Shards):
         ranks, and return them as `GatheredKeys`.
 
         Args:
-            parts: k and v; emptied.
+            parts: list of k and v; the list is emptied.
             heads: H, the number of query heads.
         """
         return GatheredKeys(self, parts.pop(0), parts.pop(0), heads)
@@ -177,7 +177,7 @@ class GatheredShards(Shards):
         P ranks. Return dk and dv of this rank's tokens, [B, G, T / P, D].
 
         Args:
-            sums: dK and dV in float32 or wider; emptied.
+            sums: list of dK and dV in float32 or wider; the list is emptied.
             dtype: dtype of the result.
             heads: number of key/value heads.
         """
@@ -273,7 +273,7 @@ class GatheredKeys(Keys):
         in the order of the sequence.
 
         Args:
-            coming: the result of `_start`; emptied.
+            coming: the result of `_start`; the list is emptied.
             first: index of the group's first head.
         """
         keys_and_values = []

@@ -192,7 +192,7 @@ def run_forward_in_halves(call: ShardedCall, keep: bool) -> tuple[Tensor, ...]:
 def _queries(call: ShardedCall, parts: list[Tensor]) -> Tensor | None:
     """Remove q [B, H, T / P, D] from `parts`, the list of q, k and v of this rank's tokens. Return
     the n queries of H' heads whose attention this rank computes, [B, H', n, D]. Return None if the
-    layer attends by itself: `parts` then has k and v alone."""
+    layer's own code computes attention (`attends_by_itself`): `parts` then has only k and v."""
     if call.attends_by_itself:
         return None
     return call.shards.queries(parts.pop(0))
@@ -204,7 +204,7 @@ def _attention_of(call: ShardedCall, q: Tensor | None, keys: Keys) -> SplitAtten
     Args:
         call: the call of the layer.
         q: the n queries of H' heads whose attention this rank computes, [B, H', n, D]; None: the
-            layer attends by itself.
+            layer's own code computes attention.
         keys: K and V of full sequences.
     """
     if q is None:
@@ -272,9 +272,9 @@ def _project(call: ShardedCall, keep: bool) -> list[Tensor]:
 
 
 def _unread_before(call: ShardedCall) -> LinearNames:
-    """Return the names of the Linears that the half before attention skips while it computes q, k
-    and v. The set is empty unless the layer attends by itself: such a layer computes k and v
-    alone."""
+    """Return the names of the Linears that the half before attention skips if more than q is needed
+    of it. The set is empty if this half computes q, k and v. If the layer's own code computes
+    attention (`attends_by_itself`), this half computes only k and v, and skips the Linears of q."""
     if call.attends_by_itself:
         return call.unread.for_queries
     return frozenset()
@@ -319,8 +319,8 @@ def _collect(
     call: ShardedCall, hidden_chunk: Tensor, chunk: Chunk, projected: list[Tensor], count: int
 ) -> tuple[Tensor, ...]:
     """Run one chunk of the layer up to its attention, and copy its q, k and v into tensors of all
-    this rank's tokens. Return q, k and v of the chunk; k and v alone of a layer that attends by
-    itself.
+    this rank's tokens. Return q, k and v of the chunk, or only k and v if the layer's own code
+    computes attention.
 
     Args:
         call: the call of the layer.
@@ -397,15 +397,15 @@ def _second_half(
     """Return the replacement of attention for the half after attention, on one chunk.
 
     This half runs the layer from its start. The random numbers before attention must equal those of
-    the half before attention, so torch's generators are set to that half's state. The replacement
-    resets them at the attention call. The caller must have set the generators to the state for the
-    numbers from attention on.
+    the half before attention, so torch's generators are set to that half's state. Before the call
+    the generators must have the state for random numbers from attention on. The replacement gives
+    them this state back at the attention call.
 
     Args:
         call: the call of the layer.
         chunk: the chunk's range of positions.
-        half_input: attention's output for the chunk, [B, H, C, D_v], or K [B, H_kv, T, D] and V for
-            a layer that attends by itself.
+        half_input: attention's output for the chunk, [B, H, C, D_v], or K [B, H_kv, T, D] and V if
+            the layer's own code computes attention.
     """
     if isinstance(half_input, Tensor) and call.layer_state.tests.overwritten.attention_output:
         half_input = (
@@ -447,7 +447,7 @@ def run_backward_in_halves(call: ShardedCall, work: BackwardPass) -> None:
 def _exchange_again(call: ShardedCall) -> tuple[Tensor | None, Keys]:
     """Return q, and K and V of full sequences, for attention in backward. K and V are read if
     forward saved them. Tensors that were not saved are recomputed and exchanged between ranks
-    again. q is None for a layer that attends by itself."""
+    again. q is None if the layer's own code computes attention."""
     saved = call.saved
     count = 3
     unread = _unread_before(call)
@@ -572,8 +572,8 @@ def _count_graph_bytes(
 
     Args:
         call: the call of the layer.
-        x: the chunk's input [..., B, C, h].
-        work: contains the aliases of the parameters.
+        x: the chunk's input [..., B, C, h]; not counted, because it exists without the graph.
+        work: contains detached aliases of the parameters, which are not counted either.
     """
     cost_recorder = call.saved.cost_recorder
     return (
@@ -604,7 +604,7 @@ def _differentiate_half(
 
     Args:
         call: the call of the layer.
-        work: contains the aliases of the parameters.
+        work: contains detached aliases of the parameters, which are their leaves in the graph.
         chunk: the chunk's range of positions.
         targets: the leaves for the layer's input and arguments.
         of_attention: the leaves of attention, such as the chunk's attention output, for the half
@@ -649,12 +649,12 @@ def _differentiate_chunk_before(
     call: ShardedCall, work: BackwardPass, chunk: Chunk, gradients: list[Tensor], is_retry: bool
 ) -> Gradients:
     """Recompute and differentiate the layer's first half, up to its attention, on one chunk. Return
-    three lists: the gradients of the layer's input and arguments, [], and the gradients of the
-    parameters.
+    three lists: the gradients of the layer's input and arguments, [] (this half has no leaves of
+    attention), and the gradients of the parameters.
 
     Args:
         call: the call of the layer.
-        work: contains the aliases of the parameters.
+        work: contains detached aliases of the parameters, which are their leaves in the graph.
         chunk: the chunk's range of positions.
         gradients: of q, k and v, [B, H, T / P, D].
         is_retry: True if the chunk is differentiated a second time, after running out of memory.

@@ -40,8 +40,8 @@ def resolve_full_mask(
     """Return the `Spans` of the full sequences, the keys that each query may read, from the
     attention mask that the model made for this rank's tokens.
 
-    This mask may not show the end of a sliding window, or document boundaries. Ranks therefore
-    exchange what their masks show and reach the same result. Document boundaries are read from
+    One rank's mask can leave the end of a sliding window or document boundaries open. Ranks
+    therefore exchange facts from their masks and reach the same result. Boundaries are read from
     `full_spans`: an early and a late part of one sequence in a shard would seem to be two
     documents.
 
@@ -50,8 +50,8 @@ def resolve_full_mask(
     Args:
         mask: the model's mask for this rank's tokens; None: every query reads itself and all
             earlier keys.
-        full_spans: the keys by padding and packed documents of the full sequences, without a
-            window.
+        full_spans: the keys that each query of the full sequences may read, by padding and packed
+            documents, without a window.
         length: number of this rank's tokens in a row.
         position_ids: [1 or B, length], of these tokens.
         device: device for comparisons of masks.

@@ -49,7 +49,7 @@ class KeyGroup(NamedTuple):
     """Some heads of K and V of full sequences, contiguous in memory.
 
     Attributes:
-        heads: the query heads that read these keys.
+        heads: slice of the query heads that read these keys.
         k: [B, T, G, D], with G key heads.
         v: [B, T, G, D_v].
     """
@@ -186,7 +186,7 @@ class Shards:
         heads that this rank's queries read. P is the number of ranks.
 
         Args:
-            parts: k and v; emptied.
+            parts: list of k and v; the list is emptied.
             heads: H, the number of query heads; not used here.
         """
         return Keys(*(self.queries(parts.pop(0)).transpose(1, 2).contiguous() for _ in range(2)))
@@ -196,7 +196,7 @@ class Shards:
         rank's G heads. Return dk [B, heads, T / P, D] and dv of this rank's tokens, for P ranks.
 
         Args:
-            sums: dK and dV; emptied.
+            sums: list of dK and dV; the list is emptied.
             dtype: dtype of the result.
             heads: number of key/value heads.
         """

@@ -101,8 +101,9 @@ class AllQueriesAttention:
         return self.o[part_of(chunk)], []
 
     def backward(self) -> None:
-        """Compute attention once more in backward, or read the output that forward saved. Must be
-        called on every rank, because ranks exchange the output."""
+        """Compute attention once more in backward, or read the output that forward saved. Store the
+        output as `o`, for `leaf`. Must be called on every rank, because ranks exchange the
+        output."""
         call = self.call
         assert self.keys is not None
         o, lse = self._attend(self.keys, last=False)
@@ -283,10 +284,11 @@ class ChunkwiseAttention:
         call.backward_bytes = bytes_of(group.k, group.v) + q.nbytes
 
     def forward(self, keep: bool) -> None:
-        """Save K and V for backward, if the settings name them.
+        """Save K and V for backward, if this call saves them (`ShardedSaves.keeps_kv`). Attention
+        itself is computed later: `output` computes attention for one chunk.
 
         Args:
-            keep: True: save the tensors that backward needs.
+            keep: True: the call saves tensors for backward; False: it saves none.
         """
         if keep and self.call.saved.keeps_kv:
             keep_keys(self.call, self.keys)
@@ -396,10 +398,12 @@ class ChunkwiseKeys:
         call.backward_bytes = bytes_of(group.k, group.v)
 
     def forward(self, keep: bool) -> None:
-        """Save K and V for backward, if the settings name them.
+        """Save K and V for backward, if this call saves them (`ShardedSaves.keeps_kv`). Called once
+        in forward, when the layer's first half has computed K and V of all tokens. Attention is not
+        computed here: the model's code attends in the layer's second half, chunk by chunk.
 
         Args:
-            keep: True: save the tensors that backward needs.
+            keep: True: the call saves tensors for backward; False: it saves none.
         """
         if keep and self.call.saved.keeps_kv:
             keep_keys(self.call, self.keys)
@@ -412,7 +416,8 @@ class ChunkwiseKeys:
         return self.tensors, []
 
     def backward(self) -> None:
-        """Create the sums of the gradients of K and V."""
+        """Create the sums of the gradients of K and V as zeros, before the first chunk in
+        backward. `store_gradients` adds the gradients of each chunk."""
         del self.keys
         for x in self.tensors:
             wide = torch.promote_types(x.dtype, torch.float32)
@@ -454,12 +459,13 @@ def bytes_of(k: Tensor, v: Tensor) -> int:
 
 
 def keep_keys(call: ShardedCall, keys: Keys) -> None:
-    """Save K and V of full sequences for backward: on the host chunk by chunk, or on the device as
-    `call.keys`, if the layer's saved tensors stay there.
+    """Save K and V of full sequences for backward. The place is the host, chunk by chunk, if this
+    call moves saved tensors there, and otherwise the device, as `call.keys`.
 
     Args:
         call: the call of the layer.
-        keys: K and V; the store on the host empties them.
+        keys: K and V. After a move to the host, `keys` has no tensors any more, so that their
+            device memory can be freed.
     """
     if not call.saved.store.copies:
         call.keys = keys

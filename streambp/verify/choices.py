@@ -18,8 +18,8 @@ class CountedChoices(TorchFunctionMode):
     The counts do not depend on chunks or on the order of rows.
 
     Attributes:
-        counts: dict from the size of topk's last dimension to a Counter of the returned indices of
-            one row, as ascending tuples.
+        counts: dict from the size of the dimension in which topk selects to a Counter. The Counter
+            counts rows by their returned indices, a tuple in ascending order.
     """
 
     def __init__(self) -> None:

@@ -202,7 +202,7 @@ def _judge(
     wide: torch.dtype,
     progress: ProgressCallback,
 ) -> BatchResults:
-    """Return the verdict for one batch. The gradients of the streamed model, the unpatched model
+    """Return the results for one batch. The gradients of the streamed model, the unpatched model
     and every other method are compared with the gradients of a reference in dtype `wide`. The
     verdict's notes name the parts of the model that did not stream.
 
@@ -273,7 +273,7 @@ class GradientErrors(NamedTuple):
     and the verdict.
 
     Attributes:
-        rated: the errors of each parameter, worst first.
+        rated: the errors of each parameter, the run's largest relative error first.
         full_gradient: the errors of the full gradient, all parameters together.
         problems: texts about evidence against exactness; empty if exact.
     """
@@ -729,12 +729,12 @@ def _window(model: nn.Module) -> int | None:
 def _find_notes(
     verification: Verification, undecided: list[int], padded: bool, untouched: list[str]
 ) -> list[str]:
-    """Return notes on what the verdict cannot show: undecided batches, an uncrossed window, the
-    noise of the dtype, parameters without a gradient.
+    """Return notes on limits of the verdict: batches that decided nothing (streaming chose other
+    experts), a window longer than the row, rounding of the dtype, parameters without a gradient.
 
     Args:
         verification: the verdict.
-        undecided: number of tokens with other experts, for each undecided batch. [Note: choices]
+        undecided: number of differing choices in each batch that decided nothing. [Note: choices]
         padded: True if the row has left padding.
         untouched: trainable parameters without a gradient.
     """

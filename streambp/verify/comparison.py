@@ -56,8 +56,8 @@ class Comparison:
     methods: tuple[MethodResult, ...]
 
     def table(self, top: int = 20) -> str:
-        """Return the verdict with the `top` worst parameters (0: all), and one line for each
-        method."""
+        """Return the verdict with the `top` parameters of the largest errors (0: all), and one line
+        for each method."""
         verdict = self.verification.table(top)
         if not self.methods:
             return verdict

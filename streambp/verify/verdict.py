@@ -67,7 +67,8 @@ class Distances:
 @dataclasses.dataclass(frozen=True)
 class ParameterError:
     """Distances of one parameter's gradients from the truth's gradient, divided by the norm of the
-    truth's gradient. The truth is the unpatched model in a wider dtype.
+    truth's gradient. The truth is the unpatched model in a wider dtype. `rate` replaces a tiny norm
+    by a small fraction of the full gradient's norm.
 
     Attributes:
         name: the parameter's name.
@@ -95,7 +96,7 @@ class Verification:
     Attributes:
         exact: True if no problem was found.
         problems: texts about evidence against exactness; empty if exact.
-        parameters: errors of all parameters with a gradient, worst first.
+        parameters: errors of all parameters with a gradient, the largest streamed error first.
         whole_streamed: relative error of the streamed gradient of all parameters together.
         whole_unpatched: relative error of the unpatched gradient of all parameters together.
         loss_streamed: loss of the streamed run.
@@ -130,7 +131,7 @@ class Verification:
     notes: tuple[str, ...] = ()
 
     def table(self, top: int = 20) -> str:
-        """Return the report with the `top` worst parameters; 0 means all."""
+        """Return the report with the `top` parameters of the largest errors; 0 means all."""
         parameters = self.parameters[: top or None]
         width = max(map(len, ["whole gradient", *(p.name for p in parameters)]))
         lines = [
@@ -166,8 +167,8 @@ class Verification:
 
 
 def rate(distances: dict[str, Distances]) -> tuple[tuple[ParameterError, ...], ParameterError]:
-    """Return the errors of each parameter, worst first, and of the full gradient (all parameters
-    together). An error includes `bar`, its allowed maximum.
+    """Return the errors of each parameter, the largest `streamed` error first, and of the full
+    gradient (all parameters together). Each `ParameterError` includes `bar`, the allowed maximum.
 
     Args:
         distances: distances of the streamed and the unpatched gradient from the truth, by parameter
@@ -210,8 +211,8 @@ def rate(distances: dict[str, Distances]) -> tuple[tuple[ParameterError, ...], P
 
 def _role(name: str) -> str:
     """Return a parameter's name with the layer index replaced, so that the same parameter has one
-    name in all layers. `rate` compares its error with the noise of this parameter in every layer.
-    """
+    name in all layers. `rate` compares a parameter's streamed error with the unpatched errors of
+    this parameter in all layers."""
     return re.sub(r"\.\d+(?=\.)", ".*", name)
 
 
@@ -231,8 +232,8 @@ def find_problems(
         loss: distances of the losses.
         expected: parameters with a gradient in the unpatched run.
         received: parameters with a gradient in the run.
-        run: name of the run, "streamed" or "by this method", at the end of messages such as "get
-            none streamed".
+        run: words for the run in messages: "streamed" or "by this method". Parameters that have no
+            gradient in the run "get none streamed", for example.
     """
     problems = []
     for names, difference in (

@@ -3,6 +3,7 @@ that decide how tensors are scaled; the tests' environments need not have torcha
 
 from __future__ import annotations
 
+import enum
 import types
 
 import torch
@@ -45,33 +46,69 @@ def rounded(x, dtype, axis, powers_of_two):
     return ((x * scale).to(dtype).float() / scale).to(x.dtype)
 
 
+class Role(enum.Enum):
+    """torchao's `GemmInputRole`."""
+
+    INPUT = "input"
+    WEIGHT = "weight"
+    GRAD_OUTPUT = "grad_output"
+
+
+def hp_tensor_to_float8_dynamic(
+    x, dtype, gemm_input_role=Role.INPUT, axiswise_dim=None, round_scales_to_power_of_2=False
+):
+    """torchao's cast, by its name; the role is for those that count casts."""
+    return rounded(x, dtype, axiswise_dim, round_scales_to_power_of_2)
+
+
 class Product(torch.autograd.Function):
+    """Of x [..., in] and a weight [in, out]."""
+
     @staticmethod
-    def forward(ctx, x, weight, module):
-        ctx.save_for_backward(x, weight)
-        ctx.module = module
-        return module.rounded(x, ACTIVATIONS, -1) @ module.rounded(weight, ACTIVATIONS, -1).t()
+    def forward(ctx, x, weight_t, config):
+        ctx.save_for_backward(x, weight_t)
+        ctx.config = config
+        settings = settings_of(config, -1)
+        cast = hp_tensor_to_float8_dynamic(x, ACTIVATIONS, gemm_input_role=Role.INPUT, **settings)
+        settings = settings_of(config, 0)
+        return cast @ hp_tensor_to_float8_dynamic(
+            weight_t, ACTIVATIONS, gemm_input_role=Role.WEIGHT, **settings
+        )
 
     @staticmethod
     def backward(ctx, upstream):
-        (x, weight), module = ctx.saved_tensors, ctx.module
-        dx = module.rounded(upstream, GRADIENTS, -1) @ module.rounded(weight, ACTIVATIONS, 0)
+        (x, weight_t), config = ctx.saved_tensors, ctx.config
+        settings, role = settings_of(config, -1), Role.GRAD_OUTPUT
+        cast = hp_tensor_to_float8_dynamic(upstream, GRADIENTS, gemm_input_role=role, **settings)
+        cast_weight = hp_tensor_to_float8_dynamic(
+            weight_t, ACTIVATIONS, gemm_input_role=Role.WEIGHT, **settings
+        )
+        dx = cast @ cast_weight.t().to(cast.dtype)  # under autocast the weight's is wider
         x, upstream = x.flatten(0, -2), upstream.flatten(0, -2)  # [N, in], [N, out]
-        if module.config.cast_config_input_for_grad_weight.scaling_type.value == "dynamic":
-            x = module.rounded(x, ACTIVATIONS, 0)
-            upstream = module.rounded(upstream, GRADIENTS, 0)
-        return dx, upstream.t() @ x, None
+        if config.cast_config_input_for_grad_weight.scaling_type.value == "dynamic":
+            settings = settings_of(config, 0)
+            x = hp_tensor_to_float8_dynamic(x, ACTIVATIONS, **settings)
+            upstream = hp_tensor_to_float8_dynamic(
+                upstream, GRADIENTS, gemm_input_role=role, **settings
+            )
+        return dx, (upstream.t() @ x.to(upstream.dtype)).t(), None
+
+
+matmul_with_hp_or_float8_args = Product  # torchao's name
+
+
+def settings_of(config, axis):
+    """Arguments of a cast, with the dimension of its scales if there is more than one."""
+    axiswise = config.cast_config_input.scaling_granularity.value == "axiswise"
+    return {
+        "axiswise_dim": axis if axiswise else None,
+        "round_scales_to_power_of_2": config.round_scales_to_power_of_2,
+    }
 
 
 class Float8Linear(nn.Linear):
-    def rounded(self, x, dtype, axis):
-        tensorwise = self.config.cast_config_input.scaling_granularity.value == "tensorwise"
-        return rounded(
-            x, dtype, None if tensorwise else axis, self.config.round_scales_to_power_of_2
-        )
-
     def forward(self, x):
-        return Product.apply(x, self.weight, self)
+        return matmul_with_hp_or_float8_args.apply(x, self.weight.t(), self.config)
 
 
 Float8Linear.__module__ = Float8Linear.forward.__module__ = "torchao.float8.float8_linear"

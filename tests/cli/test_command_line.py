@@ -1,7 +1,7 @@
 """A command line is judged before torch is imported; names that the documentation writes resolve;
 what is not installed.
 
-covers: arguments.py, libraries.py, cli/__init__.py, cli/app.py, cli/checks.py, cli/environment.py
+covers: arguments.py, libraries.py, cli/__init__.py, cli/app.py, cli/checks.py, cli/environment.py, launch/settings.py
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import ast
 import importlib
 import importlib.metadata
 import json
+import os
 import re
 import subprocess
 import sys
@@ -21,8 +22,10 @@ from transformers import AutoModelForCausalLM
 
 import streambp
 from streambp import cli, libraries
+from streambp.config import CONFIG_FIELDS, StreamConfig
 from streambp.errors import ConfigError, DeviceMemoryError, MissingLibraryError
 from streambp.fields import parse_bytes, parse_tokens
+from streambp.launch.settings import argument_texts, first_sentence
 from tests.families import build
 from tests.hangs import HANG
 
@@ -69,6 +72,31 @@ INVALID_VALUES = {
     "launch --chunk-size 1.5 -- true": "chunk_size is '1.5'", "verify m --seq-len 1.5": "--seq-len is '1.5'",
     "launch --attention fast -- true": "attention is 'fast'", "launch --chunk-sizes 8 -- true": "No such option",
     "launch --uninstall -- true": "run no command", "pla m": "Did you mean 'plan'",
+    f"{PLAN} --encoder-len 0": "--encoder-len is '0'", f"{PLAN} --encoder-len 4.5": "such as 65536, 64k or 1M",
+    f"{PLAN} --group x --prompt 4k": "--group is 'x'", f"{PLAN} --group 4 --prompt -1": "--prompt is '-1'",
+    f"{PLAN} --batch-size 8 --mean-length 0": "--mean-length is '0'",
+    f"{PLAN} --batch-size 8 --mean-length 4k": "needs --seq-len, the tokens of the longest row",
+    f"{PLAN} --batch-size 8 --lengths absent": "Pass a file of whole numbers",
+    f"{PLAN} --batch-size 1.5": "--batch-size is '1.5'", f"{PLAN} --lora 1.5": "a whole number from 1",
+    f"{PLAN} --lora -4": "--lora is '-4'", f"{PLAN} --optimizer-bytes 2000": "from 0 to 1024",
+    f"{PLAN} --optimizer-bytes adam": "--optimizer-bytes is 'adam'", f"{PLAN} --reserve x": "--reserve is 'x'",
+    f"{PLAN} --ulysses x": "--ulysses is 'x'", f"{PLAN} --context-parallel 1.5": "--context-parallel is '1.5'",
+    f"{PLAN} --host-memory nan": "--host-memory is 'nan'", f"{PLAN} --price inf": "--price is 'inf'",
+    f"{PLAN} --dtype bf8": "--dtype is 'bf8'", "verify m --seq-len -1": "--seq-len is '-1'",
+    "verify m --seq-len 2048M": "at most", "verify m --chunk-size x": "--chunk-size is 'x'",
+    "verify m --seed 1.5": "--seed is '1.5'", "verify m --left-padding x": "--left-padding is 'x'",
+    "verify m --layers 2": "Add --random", "verify m --random --layers 0": "--layers is '0'",
+    "verify m --top few": "--top is 'few'", "verify m n": "unexpected extra argument(s) (n)",
+    "verify https://example.com/a": "like https://huggingface.co/Qwen/Qwen3-8B", "profile": "PATH_OR_ID",
+    "profile m --chunk-size 0": "--chunk-size is '0'", "profile m --dtype int4": "one of auto, float32",
+    "profile m --saves kv@x": "saves names 'kv@x'", "profile m --html /nowhere/x.html": "Pass another file",
+    "profile m --snapshot /nowhere/x.pickle": "--snapshot /nowhere/x.pickle cannot be written",
+    "launch --saves kv@0 -- true": "saves names 'kv@0'", "launch --rows both -- true": "rows is 'both'",
+    "launch --weights disk -- true": "weights is 'disk'", "launch --host-memory 64 -- true": "Write 64GiB",
+    "launch --gpu-memory 8GiB -- true": "set offload='cpu' or 'auto' too", "launch --at once -- true": "at is 'once'",
+    "launch --no-head --eval-logits -- true": "or set head=True", "launch --kernels fast -- true": "kernels is 'fast'",
+    "env x": "unexpected extra argument(s) (x)", "env --jsn": "No such option: --jsn",
+    "--verson": "No such option: --verson",
 }  # fmt: skip
 # In a process of its own: all lines, and that none of them has imported what takes seconds.
 RUN_LINES = """
@@ -95,7 +123,7 @@ def run_lines(lines):
 
 def test_each_bad_line_gets_one_line_and_needs_no_torch():
     results = run_lines(list(INVALID_VALUES))
-    assert len(results) == len(INVALID_VALUES) >= 65
+    assert len(results) == len(INVALID_VALUES) >= 95
     for line, code, message, printed, heavy in results:
         assert (code, printed, heavy, message.count("\n")) == (2, 0, [], 1), line
         assert message.startswith("streambp"), line
@@ -111,6 +139,31 @@ def test_help_and_version_need_no_torch():
     for line, code, message, printed, heavy in run_lines(lines):
         assert (code, message, heavy) == (0, "", []), line
         assert printed
+
+
+def test_help_pages_say_what_a_flag_takes():
+    """A flag takes no value, and each setting has the words that its documentation begins with."""
+    pages = {}
+    for name in ("plan", "launch"):
+        command = ["-c", "from streambp.cli import main; main()", name, "--help"]
+        environment = {**os.environ, "COLUMNS": "400", "TERMINAL_WIDTH": "400"}
+        result = subprocess.run(
+            [sys.executable, *command], capture_output=True, text=True, check=True, env=environment
+        )
+        pages[name] = result.stdout
+        assert not re.search("<bool>|BOOLEAN", result.stdout, re.IGNORECASE)
+    assert re.search(r"--json +print JSON instead of tables", pages["plan"])
+    assert re.search(r"--help +-h +Show", pages["plan"])
+    assert "StreamConfig's" not in pages["launch"]
+    assert re.search(
+        "--attention +auto.cudnn.flash.math +the kernels of attention .default: 'auto'.",
+        pages["launch"],
+    )
+    texts = argument_texts(StreamConfig.__doc__)
+    for name in CONFIG_FIELDS:
+        text = first_sentence(texts[name])
+        assert len(text.split()) > 2
+        assert text in pages["launch"], name
 
 
 def test_the_environment_is_told(capsys):
@@ -155,7 +208,10 @@ IMPORT_LINE = re.compile(r"^\s*(?::::|from|import|python -m|.* -m) .*$", re.MULT
 
 def written_names():
     """Dotted names of the package in its documentation, and in texts of its sources."""
-    texts = [page.read_text("utf-8") for page in (ROOT / "README.md", *ROOT.glob("docs/**/*.md"))]
+    pages = [ROOT / "README.md", *ROOT.glob("docs/**/*.md")]
+    # its entries speak of names that other entries replaced
+    pages.remove(ROOT / "docs/changelog-for-developers.md")
+    texts = [page.read_text("utf-8") for page in pages]
     for path in ROOT.glob("streambp/**/*.py"):
         nodes = ast.walk(ast.parse(path.read_text("utf-8")))
         strings = (

@@ -1,15 +1,21 @@
 """Wrong lines of `plan` that people write: one error each, with a remedy and without torch.
 
-covers: cli/checks.py, cli/app.py, cli/training_files.py
+covers: cli/checks.py, cli/app.py, cli/training_files.py, fields.py
 """
 
 from __future__ import annotations
 
+import pytest
+
+from streambp.cli import commands
+from streambp.cli.checks import check
+from streambp.errors import ConfigError
+from streambp.fields import DTYPE_ALIASES, parse_bytes
 from tests.cli.test_command_line import PLAN, run_lines
 
 # A wrong line, and words of the one line that answers it.
 INVALID_LINES = {
-    "plan m --gpu-memory 24GBs": "text of a number and a unit",
+    "plan m --gpu-memory 24GBs": "a positive number and a unit",
     "plan m --gpu-memory 24 GiB": "Write 24GiB", "plan m --gpu-memory=": "--gpu-memory is ''",
     f"{PLAN} --host-memory -1GiB": "--host-memory is '-1GiB'",
     f"{PLAN} --seq-len 64k32": "such as 65536, 64k or 1M", f"{PLAN} --seq-len 2**16": "is '2**16'",
@@ -34,7 +40,10 @@ INVALID_LINES = {
     f"{PLAN} --group 4 --prompt 8k --mean-length 4k": "pass one of them",
     "plan m n --gpu-memory 8GiB": "unexpected extra argument(s) (n)",
     f"{PLAN} --gpu-mem 4GiB": "--gpu-memory", f"{PLAN} --html": "requires an argument",
-    "plan https://huggingface.co/Qwen/Qwen3-8B --gpu-memory 8GiB": "an id on the Hub",
+    "plan https://huggingface.co/datasets/a/b --gpu-memory 8GiB": "not of a model's page",
+    "plan https://huggingface.co/Qwen --gpu-memory 8GiB": "https://huggingface.co/Qwen/Qwen3-8B",
+    "plan hf.co/Qwen/Qwen3-8B/tree/v2 --gpu-memory 8GiB": "not of a model's page",
+    "plan https://example.com/a/b --gpu-memory 8GiB": "like https://huggingface.co/Qwen/Qwen3-8B",
     f"{PLAN} --html /": "Pass another file", f"{PLAN} --measure-device /": "Pass another file",
     f"{PLAN} --kernels": "requires an argument", f"{PLAN} --mixers fla": "one of kernels, torch, installed",
     f"{PLAN} --reserve 100%": "from 0 to 0.99",
@@ -49,3 +58,45 @@ def test_each_wrong_line_of_a_plan_gets_one_line():
         assert message.startswith("streambp"), line
         assert INVALID_LINES[line] in message, (line, message)
         assert "no verdict" not in message, line
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "https://huggingface.co/Qwen/Qwen3-8B",
+        "http://www.huggingface.co/Qwen/Qwen3-8B/",
+        "https://huggingface.co/Qwen/Qwen3-8B/tree/main",
+        "https://huggingface.co/Qwen/Qwen3-8B?library=transformers#usage",
+        "hf.co/Qwen/Qwen3-8B",
+    ],
+)
+def test_the_address_of_a_models_page_is_the_model(address):
+    for line in (["plan", address, "--gpu-memory", "8GiB"], ["verify", address]):
+        arguments = commands.parse(line)
+        check(arguments)
+        assert arguments.model == "Qwen/Qwen3-8B"
+
+
+@pytest.mark.parametrize("alias", DTYPE_ALIASES)
+def test_a_dtype_may_have_its_short_name(alias, tmp_path):
+    for line in ([*PLAN.split()], ["verify", "m"], ["profile", "m"]):
+        assert commands.parse([*line, "--dtype", alias]).dtype == DTYPE_ALIASES[alias]
+    file = tmp_path / "training.json"
+    file.write_text(f'{{"dtype": "{alias}"}}', "utf-8")
+    arguments = commands.parse([*PLAN.split(), "--from", str(file)])
+    check(arguments)
+    assert arguments.dtype == DTYPE_ALIASES[alias]
+
+
+@pytest.mark.parametrize(
+    ("value", "remedy"),
+    [
+        ("24", "has no unit. Write 24GiB, or 24B"),
+        ("24GBs", "must be a positive number and a unit"),
+        (-24, "must be a positive whole number of bytes, or text of a positive number and a unit"),
+    ],
+)
+def test_text_of_bytes_has_a_unit(value, remedy):
+    with pytest.raises(ConfigError, match=remedy) as error:
+        parse_bytes("gpu_memory", value)
+    assert "number without" not in str(error.value)

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from streambp import cli
-from streambp.cli import checks, training_files
+from streambp.cli import checks, commands, training_files
 from streambp.errors import ConfigError
 from streambp.planner import Memory, Setting
 from streambp.planner.plan import plan_profile
@@ -80,7 +80,7 @@ def checked(tmp_path, monkeypatch, *words):
     (tmp_path / "zero.json").write_text(json.dumps(engine))
     for name, (text, _) in FILES.items():
         (tmp_path / name).write_text(text)
-    arguments = cli.parse(["plan", "--gpu-memory", "80GiB", *words])
+    arguments = commands.parse(["plan", "--gpu-memory", "80GiB", *words])
     checks.check(arguments)
     return arguments
 

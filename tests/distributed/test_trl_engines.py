@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -32,6 +33,7 @@ from streambp.integrations.trl import (
     StreamSFTTrainer,
 )
 from streambp.integrations.trl.trainer import StreamedTrainer
+from tests.distributed import trl_worker
 from tests.hangs import HANG
 from tests.integrations import test_trl
 
@@ -121,6 +123,23 @@ def test_under_fsdp2(tmp_path):
     ((mutant,),) = run(["mutant"], ["SFT"], "fsdp2", tmp_path).values()
     with pytest.raises(AssertionError):
         compare(runs["SFT"][0], mutant)
+
+
+@pytest.mark.full
+def test_grpo_with_packed_rows_and_a_stand_in_for_vllm_under_fsdp2(tmp_path):
+    """Completions come from `trl_worker.VLLMStandIn`, which gets the weights of each step by TRL's
+    code; the importance-sampling correction of TRL reads their log-probabilities."""
+    ((theirs, ours),) = run(["theirs", "ours"], [trl_worker.BY_VLLM], "fsdp2", tmp_path).values()
+    compare(theirs, ours)
+    shared = re.search(r"computed as (\d+)", ours["described"])
+    assert shared, ours["described"]
+    # two rows share a prompt of at least 66 tokens, beside completions of at most five
+    assert 66 <= int(shared[1]) <= 71 + 2 * 5
+    assert len(ours["synced"]) == len(theirs["synced"]) == 3
+    for our_weights, their_weights in zip(ours["synced"], theirs["synced"], strict=True):
+        assert our_weights.keys() == their_weights.keys() == ours["before"].keys()
+        assert our_weights == pytest.approx(their_weights, rel=1e-4, abs=1e-4)
+    assert ours["synced"][0] != ours["synced"][2]  # the later weights, not the first again
 
 
 @pytest.mark.full

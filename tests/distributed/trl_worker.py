@@ -8,6 +8,7 @@ FOLDER/OBJECTIVE-TRAINER.pt.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sys
 from pathlib import Path
@@ -18,13 +19,16 @@ import torch.distributed as dist
 import trl
 from accelerate.state import AcceleratorState
 from accelerate.utils import DeepSpeedSequenceParallelConfig, ParallelismConfig
+from datasets import Dataset
+from trl.generation.vllm_generation import VLLMGeneration
 
 import streambp
 from streambp.integrations import trl as streamed
 from tests.distributed.context_trainer import FSDP2, let_accelerate_shard, mutate
 from tests.distributed.watch import engines_seen
-from tests.families import build
+from tests.families import VOCABULARY, build
 from tests.integrations import test_trl
+from tests.seeds import seeded
 
 ZERO = {
     **dict.fromkeys(
@@ -34,7 +38,45 @@ ZERO = {
     "zero_allow_untested_optimizer": True,
     "zero_force_ds_cpu_optimizer": False,
 }
+BY_VLLM = "GRPO-vLLM"  # GRPO with `use_vllm=True`, and packed rows where they stream
+
+
+def long_prompts():
+    """Prompts of more tokens than a shared prefix needs (`prefixes.tree.MIN_SHARED_TOKENS`)."""
+    generator = seeded(0)
+    return Dataset.from_list([{"prompt": test_trl.words(generator, 66, 72)} for _ in range(16)])
+
+
+class VLLMStandIn(VLLMGeneration):
+    """In place of vLLM, which needs a GPU: random completions, with the same log-probability for
+    each token. The weights are gathered and named by TRL's own code, as for vLLM.
+
+    Attributes:
+        synced: names and sums of the weights that vLLM would have got, for each time.
+        generator: the source of this rank's completions.
+    """
+
+    def _init_vllm(self):
+        self.synced = []
+        self.generator = seeded(1 + self.accelerator.process_index)
+
+    def sync_weights(self):
+        self.synced.append(
+            {name: value.double().sum().item() for name, value in self._iter_named_params()}
+        )
+
+    def generate(self, prompts, images, num_generations, profiler=None):
+        completions = []
+        for _ in prompts:
+            count = int(torch.randint(2, self.max_completion_length, (), generator=self.generator))
+            tokens = torch.randint(3, VOCABULARY, (count,), generator=self.generator)
+            completions.append(tokens.tolist())
+        log_probs = [[[-math.log(VOCABULARY)]] * len(tokens) for tokens in completions]
+        return prompts, completions, log_probs, None
+
+
 DATA = {
+    BY_VLLM: long_prompts,
     "SFT": test_trl.texts,
     "DPO": test_trl.pairs,
     "GRPO": test_trl.prompts,
@@ -47,6 +89,7 @@ SETTINGS = {
     "GRPO": {**ROLLOUTS, "beta": 0.04},
     "PPO": {**ROLLOUTS, "kl_coef": 0.04, "num_iterations": 1},
 }
+SETTINGS[BY_VLLM] = {**SETTINGS["GRPO"], "use_vllm": True, "vllm_mode": "colocate"}
 
 
 def engine_settings(engine):
@@ -88,16 +131,22 @@ def train(trainer, objective, engine, folder):
     where, prefix = (trl, "") if trainer == "theirs" else (streamed, "Stream")
     if trainer != "theirs":
         settings["stream_chunk_size"] = "5"
-    extra = {"reward_funcs": test_trl.reward} if objective in ("GRPO", "PPO") else {}
+        if objective == BY_VLLM:
+            settings |= {"stream_chunk_size": "29", "stream_rows": "packed"}
+    kind = objective.partition("-")[0]
+    extra = {"reward_funcs": test_trl.reward} if kind in ("GRPO", "PPO") else {}
     initial = {name: p.detach().clone() for name, p in build("qwen3").named_parameters()}
     model = str(Path(folder) / "model")  # the reference is loaded from where the policy came from
     settings["model_init_kwargs"] = {"dtype": "float32"}
     with contextlib.ExitStack() as stack:
         if trainer == "mutant":
             mutate(stack.enter_context(pytest.MonkeyPatch.context()))
+        if objective == BY_VLLM:
+            patch = stack.enter_context(pytest.MonkeyPatch.context())
+            patch.setattr("trl.trainer.grpo_trainer.VLLMGeneration", VLLMStandIn)
         engines = stack.enter_context(engines_seen())
         log, _, trl_trainer = test_trl.train(
-            getattr(where, f"{prefix}{objective}Trainer"), getattr(where, f"{prefix}{objective}Config"),
+            getattr(where, f"{prefix}{kind}Trainer"), getattr(where, f"{prefix}{kind}Config"),
             DATA[objective](), Path(folder) / trainer, model=model, trainer=extra, **settings,
         )  # fmt: skip
     trained_weights = weights_of(trl_trainer, engine)
@@ -113,6 +162,8 @@ def train(trainer, objective, engine, folder):
             "after": weights,
             "engines": sorted(engines),
         }
+        if objective == BY_VLLM:
+            result["synced"] = trl_trainer.vllm_generation.synced
         if trainer != "theirs":
             described = streambp.describe(trl_trainer.model)
             result |= {

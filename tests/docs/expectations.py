@@ -14,6 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from tests.docs.pages import ROOT
+from tests.docs.stand_ins import SHORT
 
 SENTENCE = re.compile(r"^\*\*Expect\*\*.*?(?=\n\n|\Z)", re.DOTALL | re.MULTILINE)
 WORD = re.compile(r"\bExpect\b")
@@ -85,6 +86,18 @@ def fields_are_logged(text: str, outcome: Outcome) -> None:
     assert not file_names.intersection(BASE_WEIGHTS)
 
 
+def positions_are_long(text: str, outcome: Outcome) -> None:
+    """docs/how-to/extend-the-context.md: rows are single documents, not packed, and as long as the
+    program allows."""
+    page = (ROOT / "docs/how-to/extend-the-context.md").read_text("utf-8")
+    (longest,) = re.findall(r"^ +max_length=(\d+),$", page, re.MULTILINE)
+    assert f"`stream_tokens` of up to {int(longest):,} in every log" in text
+    assert "packing=True" not in page
+    logs = [line for line in outcome.printed.splitlines() if "'loss'" in line]
+    assert logs
+    assert all(re.search(rf"'stream_tokens': '?{SHORT}\b", line) for line in logs)
+
+
 def gathered_twice(text: str, outcome: Outcome) -> None:
     """docs/how-to/zero3.md: `count_gathers` printed two for each step, whatever the chunks."""
     assert "two gathers of each parameter a step, whatever the number of chunks" in text
@@ -111,6 +124,7 @@ CHECKS: Mapping[str, Callable[[str, Outcome], None]] = MappingProxyType(
     {
         "docs/how-to/embeddings.md": losses_fall,
         "docs/how-to/encoder-decoders.md": both_stacks_are_described,
+        "docs/how-to/extend-the-context.md": positions_are_long,
         "docs/how-to/70b-24gb.md": weights_are_copied,
         "docs/how-to/qlora-24gb.md": fields_are_logged,
         "docs/how-to/small-cards-mixtures.md": losses_fall,

@@ -64,6 +64,12 @@ def words(command: str) -> tuple[dict[str, str], list[str]]:
     return environment, arguments
 
 
+def unfolded(output: str) -> list[str]:
+    """The lines of an output that a page shows. A page folds a long line behind "(" or ", "."""
+    joined = re.sub(r"\(\n +", "(", output)
+    return re.sub(r",\n +", ", ", joined).splitlines()
+
+
 def prose(text: str) -> str:
     """A page's text without code, comments, addresses and generated places."""
     text = re.sub(r"<!-- (?:from code|table): .*?<!-- end -->", "", text, flags=re.DOTALL)

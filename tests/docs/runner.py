@@ -19,8 +19,9 @@ from typing import Any
 
 import streambp
 from streambp import cli
+from streambp.cli.commands import parse
 from tests.docs import stand_ins
-from tests.docs.pages import ROOT, Block, blocks, commands, words
+from tests.docs.pages import ROOT, Block, blocks, commands, unfolded, words
 from tests.hangs import HANG
 
 EXECUTED, RANKS, PARSED = "executed", "on two CPU ranks", "checked, not run"
@@ -219,7 +220,7 @@ def check_shown(block: Block, printed: str) -> None:
     """That a command printed the lines which the page shows of it: whole ones, or as far as
     "..."."""
     lines = printed.splitlines()
-    for expected in block.expected_output.splitlines():
+    for expected in unfolded(block.expected_output):
         start = expected.removesuffix("...")
         if expected not in lines and (
             start == expected or not any(line.startswith(start) for line in lines)
@@ -247,7 +248,7 @@ def not_run(command: list[str]) -> str | None:
 def check_unrun(command: list[str], reason: str, block: Block) -> None:
     """Of a command that is not run: that its flags are known, its extras exist."""
     if command[0] == "streambp":
-        cli.parse(command[1:])
+        parse(command[1:])
     elif command[0] == "pip":
         extras = re.findall(r"\[([\w,]+)\]", " ".join(command))
         text = (ROOT / "pyproject.toml").read_text("utf-8")

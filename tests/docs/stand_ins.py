@@ -25,7 +25,12 @@ CHECKPOINTS = (
 )
 # whose real configurations plans read
 CHECKPOINT_SIZES = MappingProxyType({CHECKPOINTS[0]: "8B", CHECKPOINTS[2]: "70B"})
-DATA = ("trl-lib/Capybara", "trl-lib/ultrafeedback_binarized", "trl-lib/DeepMath-103K")
+DATA = (
+    "trl-lib/Capybara",
+    "trl-lib/ultrafeedback_binarized",
+    "trl-lib/DeepMath-103K",
+    "emozilla/pg19",
+)
 # of chunks; longer numbers are lengths of sequences
 LENGTHS = MappingProxyType({8192: 16, 4096: 16})
 LONG, SHORT = 10_000, 64
@@ -79,7 +84,8 @@ class Smaller(ast.NodeTransformer):
     def visit_Constant(self, node: ast.Constant) -> ast.AST:
         value = node.value
         if isinstance(value, str):
-            node.value = DTYPES.get(value, substituted(value, self.folder))
+            sizes = {str(size): str(short) for size, short in LENGTHS.items()}
+            node.value = (DTYPES | sizes).get(value, substituted(value, self.folder))
         elif isinstance(value, int) and not isinstance(value, bool):
             node.value = LENGTHS.get(value, SHORT if value >= LONG else value)
         return node
@@ -95,6 +101,8 @@ class Smaller(ast.NodeTransformer):
         dropped = DROPPED_ARGUMENTS.get(name, ())
         node.keywords = [keyword for keyword in node.keywords if keyword.arg not in dropped]
         keywords = {keyword.arg: keyword for keyword in node.keywords}
+        if "weights" in keywords:  # a small model leaves room, where a big one's weights leave none
+            keywords["weights"].value = ast.Constant("cpu")
         if name == "BitsAndBytesConfig":
             node.func = ast.parse(
                 "__import__('tests.docs.stand_ins', fromlist=['bits']).bits", mode="eval"
@@ -162,7 +170,9 @@ def make(folder: Path) -> None:
         make_text_model(len(tokenizer), name).save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
     make_vision_model(folder / CHECKPOINTS[3], tokenizer)
-    for name, rows in zip(DATA, (conversations(), preferences(), questions()), strict=True):
+    for name, rows in zip(
+        DATA, (conversations(), preferences(), questions(), books()), strict=True
+    ):
         (folder / name).mkdir(parents=True)
         for split in ("train", "test"):
             lines = "\n".join(json.dumps(row) for row in rows)
@@ -277,6 +287,11 @@ def preferences() -> list[dict[str, Any]]:
     prompts = [{"role": "user", "content": content(i, 20)} for i in range(8)]
     return [{"chosen": [prompts[i], {"role": "assistant", "content": content(i + 1, 9)}],
              "rejected": [prompts[i], {"role": "assistant", "content": content(i + 2, 7)}]} for i in range(8)]  # fmt: skip
+
+
+def books() -> list[dict[str, Any]]:
+    """Texts, each longer than the rows of the shortened programs."""
+    return [{"text": content(i, 3 * SHORT)} for i in range(8)]
 
 
 def questions() -> list[dict[str, Any]]:

@@ -58,6 +58,7 @@ def outcomes(tmp_path):
         "70b-24gb": "9.0 KiB of weights of 2 layers live on the host, beside it: 8 copies of a layer so far, for "
         "which the device waited 0.0 s",
         "qlora-24gb": "{'loss': '6.9', 'stream_tokens': 64, 'stream_chunk_size': 64}",
+        "extend-the-context": "{'loss': '6.9', 'stream_tokens': 64, 'stream_chunk_size': 64}",
         "zero3": f"{GATHERS_PREFIX}[3, 2, 2]\n{GATHERS_PREFIX}[2, 2, 2]",
     }  # fmt: skip
     return {
@@ -80,6 +81,7 @@ WRONG_EXPECTATIONS = [
     ("70b-24gb", "8 copies", "0 copies"),
     ("70b-24gb", "live on the host", "stay"),
     ("qlora-24gb", "'stream_tokens'", "'tokens'"),
+    ("extend-the-context", "'stream_tokens': 64", "'stream_tokens': 41"),
     ("zero3", "[2, 2, 2]", "[2, 2, 6]"),
     ("zero3", "[3, 2, 2]", "[3, 4, 4]"),
 ]

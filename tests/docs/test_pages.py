@@ -17,6 +17,7 @@ from tests.docs.pages import ALL_PAGES, FENCE, ROOT, USERS, prose
 LONGEST, ALL = 1500, 9000  # words of a page in Start and How-to; of all users' pages
 MAX_BLOCK_COLUMNS = 76  # columns of a block that the site shows without a scroll bar
 README_LINES = 120
+CHANGELOG_LINES = 80  # of one version, for users
 NOT_WRITTEN = ("docs/reference/families.md",)  # a table that tests fill
 
 
@@ -65,6 +66,20 @@ def test_the_readme_is_short_and_begins_with_what_others_cannot_run():
     assert "33.9 GiB" in rows[1]
     assert "62.3 GiB" in rows[1]
     assert "default" in rows[2]
+
+
+def test_the_users_changelog_is_short_and_begins_with_wrong_numbers():
+    """All entries are in the developers' list, which is on the site beside it."""
+    text = (ROOT / "CHANGELOG.md").read_text("utf-8")
+    unreleased = text.partition("(unreleased)")[2].partition("\n## ")[0]
+    assert unreleased.count("\n") <= CHANGELOG_LINES
+    kinds = re.findall(r"^### (.*)$", unreleased, re.MULTILINE)
+    assert kinds == ["Fixed: gradients or values that were wrong", "Added", "Changed", "Fixed"]
+    full = "changelog-for-developers.md"
+    assert f"docs/{full}" in text
+    assert f"docs/{full}" in (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+    assert full in (ROOT / "mkdocs.yml").read_text("utf-8")
+    assert (ROOT / "docs" / full).read_text("utf-8").count("\n- ") >= unreleased.count("\n- ")
 
 
 @pytest.mark.skipif(SHARES_PREFIXES, reason="STREAMBP_TEST_ROWS changes a default")

@@ -60,7 +60,7 @@ def test_programs_print_what_the_page_shows(number, tmp_path, monkeypatch):
 
 
 def test_every_program_shows_its_output_and_every_report_its_thread():
-    assert len(PROGRAMS) == 6
+    assert len(PROGRAMS) == 7
     assert all(block.expected_output for block in PROGRAMS)
     text = (ROOT / PAGE).read_text("utf-8")
     threads = re.findall(

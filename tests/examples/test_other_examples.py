@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
+import platform
 import re
 import subprocess
 import sys
 
 import pytest
 
+from scripts import notebooks
 from scripts.check_commands import check, commands
 from streambp.launch.settings import config_from
 from tests.examples.test_long_context_sft import ROOT, run_here, run_script
@@ -82,33 +83,77 @@ def test_axolotls_yaml(path):
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 @pytest.mark.full
 def test_a_notebook_runs_from_its_first_cell_to_its_last(path, tmp_path):
-    """In a process of its own, offline, on a CPU; as committed it holds no outputs."""
+    """In a process of its own, offline, on a CPU. The outputs that it holds are of the same kinds,
+    and their lines differ in numbers alone."""
     if "matplotlib" in path.read_text("utf-8"):
         pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-    notebook = json.loads(path.read_text("utf-8"))
-    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    assert len(cells) >= 4
-    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in cells)
-    program = tmp_path / "cells.py"
-    program.write_text("\n".join("".join(cell["source"]) for cell in cells), "utf-8")
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "MPLBACKEND": "Agg",
-        "HF_HUB_OFFLINE": "1",
-    }
     result = subprocess.run(
-        [sys.executable, program],
-        cwd=tmp_path,
+        [sys.executable, ROOT / "scripts/notebooks.py", "--into", tmp_path, path],
         capture_output=True,
         text=True,
         check=False,
-        env=environment,
         timeout=HANG,
     )
-    print(result.stdout)
     assert result.returncode == 0, result.stderr[-3000:]
-    assert result.stdout
+    assert shapes_of_outputs(tmp_path / path.name) == shapes_of_outputs(path)
+
+
+def code_cells(path):
+    return notebooks.code_cells(json.loads(path.read_text("utf-8")))
+
+
+def shapes_of_outputs(path):
+    """For each cell: the first words of each printed line, and a name for each chart."""
+    shapes = []
+    for cell in code_cells(path):
+        shape = []
+        for output in cell["outputs"]:
+            lines = output.get("text", ["a chart"])
+            shape += [re.split(r"[\d(]", line.strip())[0] for line in lines]
+        shapes.append(shape)
+    return shapes
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_holds_what_its_cells_printed(path):
+    """Each code cell has outputs or prints nothing, and no output names the machine."""
+    cells = code_cells(path)
+    assert len(cells) >= 4
+    assert [cell["execution_count"] for cell in cells] == [*range(1, len(cells) + 1)]
+    for cell in cells:
+        source = "".join(cell["source"])
+        kinds = {output["output_type"] for output in cell["outputs"]}
+        assert ("stream" in kinds) == ("print(" in source), source
+        assert ("display_data" in kinds) == ("plt.show()" in source), source
+        assert machine_words(cell["outputs"]) == []
+
+
+def machine_words(outputs):
+    """The absolute paths and the name of this machine in the text of outputs."""
+    text = "".join(line for output in outputs for line in output.get("text", []))
+    return re.findall(r"(?:^|[\s'\"(=])(/\w[^\s'\"]*|[A-Z]:\\\S*)", text) + [
+        name for name in {platform.node()} - {"", "localhost"} if name in text
+    ]
+
+
+def test_words_of_a_machine_are_found():
+    outputs = [{"text": ["saved to /home/me/out, by the way\n", f"{platform.node()} 1/2 a/b\n"]}]
+    assert machine_words(outputs)[0] == "/home/me/out,"
+    assert machine_words([{"text": ["1/2 of a/b, 3 tokens/s\n"]}]) == []
+
+
+def test_outputs_are_those_of_each_cell():
+    """With a cell that prints nothing, and one that reads a name of the cell before."""
+    cells = [
+        {"cell_type": "code", "source": [text], "outputs": ["old"], "execution_count": None}
+        for text in ("a = 2", "print(a + 1)\nprint('two')")
+    ]
+    notebooks.run_cells({"cells": [{"cell_type": "markdown"}, *cells]})
+    assert cells[0]["outputs"] == []
+    assert cells[1]["outputs"] == [
+        {"name": "stdout", "output_type": "stream", "text": ["3\n", "two\n"]}
+    ]
+    assert [cell["execution_count"] for cell in cells] == [1, 2]
 
 
 def test_notebooks_are_notebooks():

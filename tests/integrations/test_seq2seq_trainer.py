@@ -123,6 +123,7 @@ MODEL_BUILDERS = {
 LAYERS = {"t5": 6}
 TOWERS = {
     "bart": "left as it is: BartEncoder", "whisper": "left as it is: WhisperEncoder",
+    "paligemma": "left as it is: SiglipVisionModel",
 }  # fmt: skip
 DATA = {"bart": texts, "t5": texts, "whisper": sounds, "paligemma": images}
 FORMS = {

@@ -35,13 +35,13 @@ OTHER_COMMANDS = {
     "attention": "math", "eval_logits": True, "offload": "cpu", "host_memory": 2**30, "gpu_memory": 2**20,
     "on_host_full": "raise", "chunk_size": 100, "saves": ("attn_out", "mlp.*"), "lazy_logits": False,
     "documents": "as_given", "kernels": "liger", "rows": "packed", "unpatched_runs": False,
-    "weights": "cpu", "compare_backward": False,
+    "weights": "cpu", "compare_backward": False, "towers": True,
 }  # fmt: skip
 FLAGS = [
     "--attention", "math", "--eval-logits", "--offload", "cpu", "--host-memory", "1GiB",
     "--gpu-memory", "1MiB", "--on-host-full", "raise", "--chunk-size", "100", "--saves", "attn_out,mlp.*", "--at", "train",
     "--no-lazy-logits", "--documents", "as_given", "--kernels", "liger", "--rows", "packed", "--no-unpatched-runs",
-    "--weights", "cpu", "--no-compare-backward",
+    "--weights", "cpu", "--no-compare-backward", "--towers",
 ]  # fmt: skip
 
 

@@ -767,18 +767,18 @@ def test_factors_of_another_pass(name, monkeypatch):
 
 
 def blind_to_versions(monkeypatch):
-    real = adapters._state
-    monkeypatch.setattr(adapters, "_state", lambda tensor: real(tensor)[:-1])
+    real = adapters.memory_state
+    monkeypatch.setattr(adapters, "memory_state", lambda tensor: real(tensor)[:-1])
 
 
 def blind_to_memory(monkeypatch):
-    real = adapters._state
-    monkeypatch.setattr(adapters, "_state", lambda tensor: real(tensor)[1:])
+    real = adapters.memory_state
+    monkeypatch.setattr(adapters, "memory_state", lambda tensor: real(tensor)[1:])
 
 
 def blind_to_shadows(monkeypatch):
-    real = adapters._state
-    monkeypatch.setattr(adapters, "_state", lambda tensor: (id(tensor), *real(tensor)))
+    real = adapters.memory_state
+    monkeypatch.setattr(adapters, "memory_state", lambda tensor: (id(tensor), *real(tensor)))
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ def decodings():
 
     def noted_read(self):
         if self.decoded is None:
-            decoded.append(self.weights)
+            decoded.append(self.module)
         return read(self)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -233,7 +233,6 @@ def test_mutant_that_takes_mxfp4(monkeypatch):
 
 def test_mutant_decoded_in_every_call(monkeypatch):
     monkeypatch.setattr(packed_experts, "packed_weights", lambda layer: [])
-    monkeypatch.setattr("streambp.layer.layer_state.packed_weights", lambda layer: [])
     with pytest.raises(AssertionError):
         test_cover("qwen3_moe", "grouped_mm", "chunks")
 
@@ -243,9 +242,9 @@ def test_mutant_that_keeps_the_first_weight(monkeypatch):
     cache = {}
 
     def stale(self):
-        if self.weights.original.shape not in cache:
-            cache[self.weights.original.shape] = type(self.weights).forward(self.weights)
-        return cache[self.weights.original.shape]
+        if self.module.original.shape not in cache:
+            cache[self.module.original.shape] = type(self.module).forward(self.module)
+        return cache[self.module.original.shape]
 
     monkeypatch.setattr(packed_experts.DecodedOnce, "__call__", stale)
     with pytest.raises((AssertionError, streambp.StreamBPError)):

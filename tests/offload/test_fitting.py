@@ -242,7 +242,8 @@ def chosen_of_three(length, share):
         for candidate in layer_cost.candidates(index, length, length)
     ]
     headroom = share * sum(candidate.bytes for candidate in all_there_is)
-    plan = chooser._fill([[math.inf, headroom]], range(3), layer_cost.device, length, length, False)
+    headrooms = {layer_cost.device: [[math.inf, headroom]]}
+    plan = chooser._fill(headrooms, range(3), length, length, False)
     return (
         [candidate for candidates in plan.values() for candidate in candidates],
         all_there_is,
@@ -592,7 +593,9 @@ def test_a_choice_that_ignores_the_room_is_seen(patched, monkeypatch):
     monkeypatch.setattr(
         SavesPolicy,
         "_fill",
-        lambda self, headroom_by_layer, *args: real(self, [[math.inf, AMPLE_BYTES]], *args),
+        lambda self, headrooms, *args: real(
+            self, {device: [[math.inf, AMPLE_BYTES]] for device in headrooms}, *args
+        ),
     )
     with pytest.raises(AssertionError):
         test_it_takes_what_it_planned_and_changes_no_value(patched, 1e5)

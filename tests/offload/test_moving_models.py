@@ -143,7 +143,8 @@ def test_memory_that_steps_on_the_device_lacked_is_left_free_by_those_that_move(
     model = full_device_model()
     chooser = chooser_of(model)
     chooser.figures.on_host().need.bytes = 0.5 * AMPLE_BYTES
-    shortage = Shortage((ROWS * LENGTH, ROWS * ON_HOST), 0.0, 0.0, {}, margin=0.5 * AMPLE_BYTES)
+    key = torch.device("cpu"), ROWS * LENGTH, ROWS * ON_HOST
+    shortage = Shortage(key, 0.0, 0.0, {}, margin=0.5 * AMPLE_BYTES)
     chooser.margins[shortage.key] = shortage
     step(model)
     assert moves(model)  # only because of the margin

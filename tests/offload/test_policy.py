@@ -27,7 +27,7 @@ from tests.offload.runs import assert_same, step
 from tests.offload.test_limits import Device, FixedNeed, MemoryNeed, stepped
 from tests.seeds import seed_torch
 
-CPU_DEVICE = torch.device("cpu")
+CPU_DEVICE, META_DEVICE = torch.device("cpu"), torch.device("meta")
 GIB = 2**30
 
 
@@ -67,13 +67,12 @@ def answers(model, lengths=(2048, 16384, 65536)):
     decisions = []
     for length in lengths:
         size = chooser.size(1, length, CPU_DEVICE)
-        headroom_by_layer = chooser._headroom_by_layer(chooser.free(CPU_DEVICE), length, size)
+        free = {CPU_DEVICE: chooser.free(CPU_DEVICE)}
+        headrooms = chooser._headrooms(free, length, size)
         decisions.append(
             (
                 size,
-                chooser._fill(
-                    headroom_by_layer, range(3), CPU_DEVICE, length, length, size == length
-                ),
+                chooser._fill(headrooms, range(3), length, length, size == length),
             )
         )
     return decisions
@@ -326,14 +325,18 @@ def test_a_margin_goes_when_it_is_no_longer_needed():
     assert next_shortage(dataclasses.replace(latest, margin=5.0), 0.0).margin == 5.0
 
 
-def test_another_length_has_a_margin_of_its_own():
+def test_another_length_or_device_has_a_margin_of_its_own():
     chooser = policy.SavesPolicy(
         1, lambda device: 100.0, lambda device: (costs.StepFigures(MemoryNeed()), 0.0), True, True
     )
     chooser.figures = costs.StepFigures(MemoryNeed())
-    chooser.margins[64, 8] = costs.Shortage((64, 8), 0.0, 0.0, {}, margin=30.0)
-    assert chooser._headroom_by_layer(100.0, 64, 8) == [[math.inf, 70.0]]
-    assert chooser._headroom_by_layer(100.0, 32, 8) == [[math.inf, 100.0]]
+    key, free = (CPU_DEVICE, 64, 8), {CPU_DEVICE: 100.0, META_DEVICE: 100.0}
+    chooser.margins[key] = costs.Shortage(key, 0.0, 0.0, {}, margin=30.0)
+    assert chooser._headrooms(free, 64, 8) == {
+        CPU_DEVICE: [[math.inf, 70.0]],
+        META_DEVICE: [[math.inf, 100.0]],
+    }
+    assert chooser._headrooms(free, 32, 8)[CPU_DEVICE] == [[math.inf, 100.0]]
 
 
 def test_an_allocator_that_does_not_tell(monkeypatch):

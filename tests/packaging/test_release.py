@@ -27,8 +27,11 @@ yaml = pytest.importorskip("yaml", reason="PyYAML, of transformers, is not insta
 ROOT = Path(__file__).parents[2]
 GITHUB = ROOT / ".github"
 WORKFLOWS = sorted((GITHUB / "workflows").glob("*.yml"))
+ACTIONS_ALONE = ("codeql", "scorecard")  # workflows that run no command of the repository
 HOME = "https://example.org/owner/name"
-PINNED_ACTION = re.compile(r"[\w-]+/[\w-]+@[0-9a-f]{40}")  # a tag can be moved to other code
+PINNED_ACTION = re.compile(
+    r"[\w-]+/[\w-]+(?:/[\w-]+)?@[0-9a-f]{40}"
+)  # a tag can be moved to other code
 FILE = re.compile(r"(?<![\w./-])(?:tests|scripts|examples|\.ci|streambp)/[\w./]+")
 
 
@@ -69,7 +72,7 @@ def test_a_workflow_runs_what_exists(path):
             if (message := check(command)[1])
         ]
         assert wrong == []
-    assert ran
+    assert ran or path.stem in ACTIONS_ALONE
 
 
 def test_pins_say_their_version_and_one_action_has_one_pin():
@@ -78,6 +81,7 @@ def test_pins_say_their_version_and_one_action_has_one_pin():
     for path in WORKFLOWS:
         for line in re.findall(r"uses: ([^.\s].*)$", path.read_text("utf-8"), re.MULTILINE):
             action, pin, version = re.fullmatch(r"(\S+)@(\w+) # (v[\d.]+)", line).groups()
+            action = "/".join(action.split("/")[:2])  # the repository, whose folders share a pin
             pins.setdefault(action, set()).add((pin, version))
     assert pins
     assert all(len(pins_of_action) == 1 for pins_of_action in pins.values()), pins

@@ -19,7 +19,8 @@ import torch
 from transformers import Qwen3Config
 
 import streambp
-from streambp.cli import main, parse
+from streambp.cli import main
+from streambp.cli.commands import parse
 from streambp.errors import ConfigError
 from streambp.head import recipe
 from streambp.head.log_probs import HeadInputs

@@ -5,11 +5,12 @@ A table: each set-up is a program that patches a model without data, on a device
 bytes, and each cell asks the patched model. What it chooses is held against the best of all
 choices, and against what layers keep in a forward.
 
-covers: offload/policy.py, planner/auto.py
+covers: offload/policy.py, planner/auto.py, planner/device_parts.py
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -29,7 +30,7 @@ from streambp.model.wrappers import LayerForward
 from streambp.offload import costs as costs_of_steps
 from streambp.offload import free_memory, policy
 from streambp.offload.costs import GRAPH
-from streambp.planner import auto
+from streambp.planner import auto, device_parts
 from streambp.planner.adapters import add_adapters
 from streambp.planner.count import StepCount
 from streambp.planner.seconds import seconds
@@ -41,6 +42,7 @@ from tests.seeds import seed_of
 
 GIB = 2**30
 META_DEVICE = torch.device("meta")  # where a model without data is, and what stands for the card
+SECOND_DEVICE = torch.device("meta", 1)  # what stands for a second card
 LENGTHS = (2048, 4096, 16384, 65536, 131072)
 CHUNKS = (32768, 16384, 8192, 4096, 2048, 1024)
 MAX_TIME_RATIO = 1.01
@@ -59,10 +61,10 @@ def config_of(memory):
 
 
 class Card:
-    """A device of so many GiB, of which so many bytes are taken. A CPU's memory is not known."""
+    """Devices of so many GiB, of which so many bytes are taken. A CPU's memory is not known."""
 
     def __init__(self, memory):
-        self.memory, self.used_bytes = memory * GIB, 0.0
+        self.memory, self.used_bytes = memory * GIB, collections.Counter()
 
     def __call__(self, device):
         return (
@@ -72,7 +74,7 @@ class Card:
                 free_memory.USABLE_DEVICE_FRACTION * self.memory,
                 self.memory - free_memory.RESERVED_BYTES,
             )
-            - self.used_bytes
+            - self.used_bytes[device]
         )
 
 
@@ -81,7 +83,8 @@ class SetUp:
     """A patched model, and what its micro-batches find on the card beside weights.
 
     present: whether gradients are there, in each of them. states: bytes of an optimizer, a trained
-    parameter. share: of the weights, that this rank holds.
+    parameter. share: of the weights, that this rank holds. first_layers: of a model on two devices,
+    layers on the first, where the embedding is; the head is on the second.
     """
 
     skeleton: Skeleton
@@ -89,6 +92,16 @@ class SetUp:
     states: int = 0
     share: float = 1.0
     autocast: torch.dtype | None = None
+    first_layers: int | None = None
+
+    def device_of(self, parameter):
+        """The card that a parameter is on."""
+        if self.first_layers is None:
+            return META_DEVICE
+        backbone = self.skeleton.model.model
+        first = [backbone.embed_tokens, *backbone.layers[: self.first_layers]]
+        is_first = any(parameter is p for module in first for p in module.parameters())
+        return META_DEVICE if is_first else SECOND_DEVICE
 
     @property
     def policy(self):
@@ -97,20 +110,33 @@ class SetUp:
     def take(self, card, present):
         """The card and the gradients as a micro-batch finds them."""
         parameters = list(self.skeleton.model.parameters())
-        card.used_bytes = self.share * sum(p.nbytes for p in parameters)
+        card.used_bytes.clear()
         for parameter in parameters:
+            device = self.device_of(parameter)
+            card.used_bytes[device] += self.share * parameter.nbytes
             parameter.grad = (
                 torch.empty_like(parameter) if present and parameter.requires_grad else None
             )
             if parameter.requires_grad:
-                card.used_bytes += present * parameter.nbytes + self.states * parameter.numel()
+                card.used_bytes[device] += (
+                    present * parameter.nbytes + self.states * parameter.numel()
+                )
 
     def running(self):
         """Within, a forward of the model is on the card, under what it trains under."""
         stack = contextlib.ExitStack()
         stack.enter_context(self.skeleton.running())
         stack.enter_context(mock.patch.object(auto, "autocast_dtype", return_value=self.autocast))
+        if self.first_layers is not None:
+            stack.enter_context(mock.patch.object(device_parts, "device_of", self.device_of))
+            stack.enter_context(mock.patch.object(policy.SavesPolicy, "saves", saves_on_device))
         return stack
+
+
+def saves_on_device(self, saved, *args, real=policy.SavesPolicy.saves):
+    """A layer without data runs on the card that its weights are on."""
+    saved.device = self.figures.device(saved.layer_state.index) or saved.device
+    return real(self, saved, *args)
 
 
 def state_of(skeleton):
@@ -212,7 +238,14 @@ SET_UPS = {
     "ZeRO-3 on two ranks": lambda memory: sharded(memory, divided),
     "FSDP2 on two ranks": lambda memory: sharded(memory, in_halves),
     "a stage of a pipeline": lambda memory: SetUp(skeleton_of(memory, stage)),
+    "two devices": lambda memory: SetUp(
+        skeleton_of(memory), states=4, first_layers=config_of(memory).num_hidden_layers // 2
+    ),
+    "two devices, uneven": lambda memory: SetUp(
+        skeleton_of(memory), (0.0, 1.0), first_layers=config_of(memory).num_hidden_layers // 4
+    ),
 }
+PART_ON_DEVICE = auto.StepNeed.on_device  # that of a mutant is another
 # set-ups whose layers and methods are the same as those of another, patched when all was there
 EQUIVALENT_SETUPS = {
     "adapters added after patch": "adapters",
@@ -399,14 +432,29 @@ def linears_of(set_up):
     return {name: 2.0 * weights[name] for name in products}
 
 
-def check_plan(set_up, tokens, chunk, plan, headrooms):
+def rooms_of(need, free, costs, *step):
+    """(layer, bytes) that are free on each device beside a step that saves nothing."""
+    return {
+        device: [
+            (last_layer, size - used_bytes)
+            for last_layer, used_bytes in PART_ON_DEVICE(need, device, costs).bytes_by_layer(*step)
+        ]
+        for device, size in free.items()
+    }
+
+
+def check_plan(set_up, tokens, chunk, plan, rooms):
     """It fits, and layers keep what they planned: those whose plans differ, name by name and byte
     by byte."""
     sizes = {index: sum(tensor.bytes for tensor in tensors) for index, tensors in plan.items()}
-    for last_layer, headroom in headrooms:
-        assert sum(size for index, size in sizes.items() if index <= last_layer) <= headroom * (
-            1 + 1e-9
-        )
+    costs = set_up.policy.figures.costs
+    for device, headrooms in rooms.items():
+        own_sizes = {
+            i: size for i, size in sizes.items() if i in costs and costs[i].device == device
+        }
+        for last_layer, headroom in headrooms:
+            used_bytes = sum(size for index, size in own_sizes.items() if index <= last_layer)
+            assert used_bytes <= headroom * (1 + 1e-9)
     # which tensors without data know nothing of: tests/offload/test_policy.py keeps them
     if set_up.autocast is not None:
         return
@@ -441,18 +489,16 @@ def cell(set_up, kind, memory, card, tokens, present):
         chooser.end_forward()
         assert chooser.present == present
         chunk = chooser.size(1, tokens, META_DEVICE)
+        costs = chooser.figures.costs
+        free = {device: card(device) for device in {cost.device for cost in costs.values()}}
         fits, plan, _ = chooser.predict(
-            chooser.free(META_DEVICE), tokens, chunk, META_DEVICE, tokens
+            chooser.figures.free_by_device(META_DEVICE, chooser.free), tokens, chunk, tokens
         )
-    free, costs = card(META_DEVICE), chooser.figures.costs
     need = dataclasses.replace(chooser.figures.need, method=methods_of(kind, memory)[0])
     linears, min_seconds = linears_of(set_up), math.inf
     for size in dict.fromkeys(min(size, tokens) for size in CHUNKS):
-        headrooms = [
-            (last_layer, free - used_bytes)
-            for last_layer, used_bytes in need.bytes_by_layer(tokens, size, present)
-        ]
-        if min(headroom for _, headroom in headrooms) >= 0:
+        rooms = rooms_of(need, free, costs, tokens, size, present)
+        if min(headroom for headrooms in rooms.values() for _, headroom in headrooms) >= 0:
             values = Values(kind, memory, linears, len(costs), tokens, size)
             may = {
                 index: cost.candidates(index, tokens, tokens, size == tokens)
@@ -466,7 +512,14 @@ def cell(set_up, kind, memory, card, tokens, present):
                 i: values.save_steps({tensor.name: tensor.bytes for tensor in some}, graphs[i])
                 for i, some in may.items()
             }
-            min_seconds = min(min_seconds, values.base - most_spared(headrooms, save_steps))
+            spared = sum(
+                most_spared(
+                    headrooms,
+                    {i: steps for i, steps in save_steps.items() if costs[i].device == device},
+                )
+                for device, headrooms in rooms.items()
+            )
+            min_seconds = min(min_seconds, values.base - spared)
     assert fits == math.isfinite(min_seconds)
     if not fits:
         assert not any(plan.values())
@@ -477,14 +530,8 @@ def cell(set_up, kind, memory, card, tokens, present):
     spent = values.base - sum(
         values.spared({tensor.name for tensor in tensors}) for tensors in plan.values()
     )
-    check_plan(
-        set_up,
-        tokens,
-        chunk,
-        plan,
-        [(u, free - n) for u, n in need.bytes_by_layer(tokens, chunk, present)],
-    )
-    count = costs_of_steps.SavesChoice(tokens, tokens, chunk, free, plan).layers
+    check_plan(set_up, tokens, chunk, plan, rooms_of(need, free, costs, tokens, chunk, present))
+    count = costs_of_steps.SavesChoice(tokens, tokens, chunk, 0.0, plan).layers
     print(
         f"    {tokens:7,} {present:3.0f}   chunks of {chunk:6,}, {spent:6.2f} s, at best "
         f"{min_seconds:6.2f}: {count}"
@@ -597,9 +644,8 @@ def test_where_not_all_attention_fits_the_host_is_faster(monkeypatch):
             chooser.begin_forward(META_DEVICE)
             chooser.end_forward()
             chunk = chooser.size(1, tokens, META_DEVICE)
-            _, plan, _ = chooser.predict(
-                chooser.free(META_DEVICE), tokens, chunk, META_DEVICE, tokens
-            )
+            free = {META_DEVICE: chooser.free(META_DEVICE)}
+            _, plan, _ = chooser.predict(free, tokens, chunk, tokens)
             chooser.latest = costs_of_steps.SavesChoice(
                 tokens, tokens, chunk, card(META_DEVICE), plan
             )
@@ -647,12 +693,28 @@ def other_bytes(patch):
     )
 
 
+def counted_whole_on_each_device(patch):
+    """As it was on the first device: each thought fuller than it is."""
+    patch.setattr(auto.StepNeed, "on_device", lambda self, device, costs: self)
+
+
+def saved_on_the_first_device_alone(patch):
+    """As it was, whatever the others have free."""
+    patch.setattr(
+        costs_of_steps.StepFigures,
+        "free_by_device",
+        lambda self, home, free: {home: free(home)},
+    )
+
+
 MUTANTS = {
     nothing_saved: "patched on the device",
     gradients_counted_twice: "bucket views",
     known_for_good: "patched on the CPU, then moved",
     small_chunks: "patched on the device",
     other_bytes: "patched on the device",
+    counted_whole_on_each_device: "two devices",
+    saved_on_the_first_device_alone: "two devices, uneven",
 }
 
 

@@ -92,7 +92,7 @@ def test_the_row_is_what_a_patched_model_chooses(lora, present):
         row = planned(tokens, memory, lora, accumulate=bool(present)).by_default
         chooser.free, chooser.present = lambda device, free=free: free, present
         size = chooser.size(1, tokens, PLAN_DEVICE)
-        fits, tensors_by_layer, _ = chooser.predict(free, tokens, size, PLAN_DEVICE, tokens)
+        fits, tensors_by_layer, _ = chooser.predict({PLAN_DEVICE: free}, tokens, size, tokens)
         choice = SavesChoice(tokens, tokens, size, free, tensors_by_layer)
         ways.add(row.way)
         assert (row.chunk_size, row.fits) == (size, fits)

@@ -8,13 +8,14 @@ from __future__ import annotations
 import csv
 import dataclasses
 import functools
+import itertools
 import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from streambp import cli
+from streambp.cli import commands
 from streambp.planner import Memory, Setting
 from streambp.planner.default_step import DefaultStep
 from streambp.planner.laws import Law
@@ -172,9 +173,38 @@ def test_an_option_that_is_not_named_is_seen(monkeypatch):
         check_four_bits_are_named()
 
 
+def test_changes_are_judged_without_what_a_report_shows(monkeypatch):
+    """Longest sequences and levers cost most of a plan's time, and no comparison reads them."""
+    fitting, lacking = Memory(14 * MILLION, None, 0.0), Memory(8 * MILLION, None, 0.0)
+    plans = []
+    for memory in (fitting, lacking):
+        plans.append(plan_profile(two_speeds(), 1000, memory, Setting(optimizer=0), slow_link()))
+    for name in ("longest_sequence", "_levers", "_timed", "predict_auto_offload"):
+        monkeypatch.setattr(planning, name, pytest.fail)
+    assert [remedy.options for remedy in faster_changes(plans[0], LORA, four_bits)]
+    settings = (Setting(), Setting(weights="cpu"), Setting(weights="device"))
+    for setting, plan in itertools.product(settings, plans):
+        planning.plan_step(two_speeds(), 1000, plan.memory, setting, slow_link())
+
+
+@pytest.mark.parametrize("length", [1, 1000, 3001, "max"])
+@pytest.mark.parametrize("size", [3, 8, 14, 900])
+@pytest.mark.parametrize("host", [None, 20 * MILLION])
+def test_a_step_is_the_plans(length, size, host):
+    memory = Memory(size * MILLION, host, 0.0)
+    for setting in (Setting(), Setting(weights="cpu"), Setting(gpus=2, zero=3)):
+        for profile in (two_speeds(), trained_layers()):
+            plan = plan_profile(profile, length, memory, setting, slow_link())
+            step = planning.plan_step(profile, length, memory, setting, slow_link())
+            names = ("binds", "levers", "longest", "times", "both_rooms")
+            left_out = {name: getattr(step, name) for name in names}
+            assert dataclasses.replace(plan, **left_out) == step
+            assert seconds_of(plan) == seconds_of(step)
+
+
 def check_four_bits_where_plenty_is_slow(monkeypatch):
     """On a device with memory for everything, the default runs unpatched and is slower."""
-    real = suggesting.plan_profile
+    real = suggesting.plan_step
     plan = plan_profile(
         two_speeds(), 1000, Memory(14 * MILLION, None, 0.0), Setting(optimizer=0), slow_link()
     )
@@ -184,7 +214,7 @@ def check_four_bits_where_plenty_is_slow(monkeypatch):
             return plan
         return real(profile, length, memory, *arguments)
 
-    monkeypatch.setattr(suggesting, "plan_profile", planned)
+    monkeypatch.setattr(suggesting, "plan_step", planned)
     suggestions = list(faster_changes(plan, LORA, four_bits))
     assert [remedy.options for remedy in suggestions] == [("--lora", "16", "--bits", "4")]
 
@@ -196,7 +226,7 @@ def test_more_memory_may_help_less_than_some(monkeypatch):
 def test_a_bound_from_plenty_alone_is_seen(monkeypatch):
     def min_seconds(plan):
         plenty = dataclasses.replace(plan.memory, gpu=suggesting.UNLIMITED_BYTES, host=None)
-        return seconds_of(suggesting.plan_profile(plan.profile, 1000, plenty, plan.setting))
+        return seconds_of(suggesting.plan_step(plan.profile, 1000, plenty, plan.setting))
 
     monkeypatch.setattr(suggesting, "_min_seconds", min_seconds)
     with pytest.raises(AssertionError):
@@ -253,7 +283,7 @@ def replanned(remedy, memory, training, length, count):
     """The plan of the printed command, read by the command line's own parser."""
     arguments = ["plan", "MODEL", "--seq-len", str(length), "--gpu-memory", str(memory.gpu)]
     arguments += ["--host-memory", str(memory.host)]
-    read = cli.parse(replace_options([*arguments, *training.options], remedy.options))
+    read = commands.parse(replace_options([*arguments, *training.options], remedy.options))
     setting = Setting(
         gpus=read.gpus or 1, zero=read.zero, weights=read.weights,
         optimizer_on_host=read.optimizer_on_host,

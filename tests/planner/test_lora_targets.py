@@ -11,7 +11,7 @@ import json
 import pytest
 import torch
 
-from streambp import cli
+from streambp.cli import commands
 from streambp.errors import ConfigError
 from streambp.planner import Memory, Setting, adapters
 from streambp.planner.plan import plan_profile
@@ -104,4 +104,4 @@ def counted():
 
 def test_targets_on_the_command_line():
     line = ["plan", "m", "--gpu-memory", "8GiB", "--lora", "8", "--lora-targets", "q_proj,v_proj"]
-    assert cli.parse(line).lora_targets == "q_proj,v_proj"
+    assert commands.parse(line).lora_targets == "q_proj,v_proj"

@@ -20,7 +20,7 @@ import torch
 
 import streambp
 from streambp import cli
-from streambp.cli import runs
+from streambp.cli import commands, runs
 from streambp.fields import parse_bytes, parse_tokens
 from streambp.integrations.trl.settings import StreamArguments
 from streambp.launch.settings import settings_from_flags
@@ -314,7 +314,7 @@ def test_every_way_in_takes_the_plans_settings(fields):
         assert expected.offload == fields["offload"]
     assert eval(config_code(choice), {"streambp": streambp}) == expected
     ways = launcher_settings(choice, Setting(zero=2, gpus=2, optimizer_on_host=True))
-    read = settings_from_flags(cli.parse(shlex.split(ways["launch"])[1:])).config
+    read = settings_from_flags(commands.parse(shlex.split(ways["launch"])[1:])).config
     assert [getattr(read, name) for name in fields_of(choice)] == [
         getattr(expected, name) for name in fields_of(choice)
     ]

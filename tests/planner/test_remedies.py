@@ -16,6 +16,7 @@ import pytest
 from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from streambp import cli
+from streambp.cli import commands
 from streambp.planner import Memory, Setting
 from streambp.planner.laws import Law
 from streambp.planner.plan import plan_profile
@@ -99,7 +100,7 @@ def replanned(name, remedy, memory, training, length):
         *training.options,
     ]
     line = replace_options(arguments, remedy.options)
-    read = cli.parse(line)
+    read = commands.parse(line)
     setting = Setting(gpus=read.gpus or 1, zero=read.zero, optimizer_on_host=read.optimizer_on_host)
     host = None if memory.host is None else memory.host // setting.gpus
     profile = counted_profile(name, Training(read.lora, read.bits))

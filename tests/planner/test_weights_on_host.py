@@ -14,6 +14,7 @@ import torch
 from transformers import LlamaConfig
 
 from streambp import cli
+from streambp.cli import commands
 from streambp.offload.ranges import bytes_on_host
 from streambp.planner import Memory, Setting
 from streambp.planner.count import StepCount
@@ -157,7 +158,7 @@ def test_remedies_name_the_host():
     first_of_all = next(remedies(plan, 1000, Training(16), lambda how: profile))
     assert first_of_all.options == ("--weights", "auto")
     assert first_of_all.change == "the layers' weights on the host"
-    read = cli.parse(
+    read = commands.parse(
         ["plan", "MODEL", "--gpu-memory", "8GiB", "--lora", "16", *first_of_all.options]
     )
     assert read.weights == "auto"

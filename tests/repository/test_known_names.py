@@ -157,7 +157,7 @@ CHECKED_NAMES = {
         "transformers",
         arguments,
     ): "TOKEN_DIMS UNTYPED_CACHES STATE_ARGUMENT PICKED_KEYS_ARGUMENT DISTANCES KEY_ARGUMENTS "
-    "DOCUMENT_IDS DOCUMENT_ENDS",
+    "SEGMENT_ENDS DOCUMENT_IDS DOCUMENT_ENDS",
     ("transformers", modules): "MASKING_MODULE DEPRECATION_MODULE",
     ("transformers", indexers): "INDEXER",
     ("transformers", None): """
@@ -210,7 +210,8 @@ CHECKED_NAMES = {
     (
         "torchao",
         None,
-    ): "TORCHAO FLOAT8_LINEAR POWERS_OF_TWO FLOAT8_CASTS FLOAT8_CASTS_FOR_WEIGHTS",
+    ): "TORCHAO FLOAT8_LINEAR FLOAT8_PRODUCT FLOAT8_CAST FLOAT8_ROLE POWERS_OF_TWO FLOAT8_CASTS "
+    "FLOAT8_CASTS_FOR_WEIGHTS",
     (
         "liger_kernel",
         None,

@@ -22,7 +22,8 @@ __all__ = [*MODULES_BY_NAME, "keep_groups"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import a trainer's module on first use, because TRL's trainers are slow to import."""
+    """Return a trainer or a trainer's config class by name. The class's module is imported on first
+    use, because TRL's trainers are slow to import."""
     if name not in MODULES_BY_NAME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     with require_library("trl"):

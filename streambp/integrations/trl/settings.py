@@ -15,9 +15,10 @@ class StreamArguments:
         stream_chunk_size: tokens of each row in one chunk, or "auto".
         stream_saves: tensors that layers save for backward in place of recomputing them
             ("attn_out", "kv"). "auto" saves what fits; [] saves none.
-        stream_offload: "cpu" stores layer inputs and saved tensors in host memory; "auto" chooses
-            `stream_saves` as well. "if_faster" does so in steps that are then faster, or would not
-            fit; "none" never.
+        stream_offload: "cpu" stores layer inputs and saved tensors in host memory. "auto" does the
+            same, and chooses `stream_gpu_memory` if it is not given. "if_faster" stores tensors in
+            host memory only in steps that are then faster, or would not fit otherwise. "none": all
+            tensors stay on the device.
         stream_host_memory: maximum host memory for offloading, such as "96GiB".
         stream_gpu_memory: device memory for tensors that exist longer than a chunk, for example
             "8GiB". Used only with offloading.
@@ -40,8 +41,9 @@ class StreamArguments:
     stream_offload: str = dataclasses.field(
         default="if_faster",
         metadata={
-            "help": '"cpu" keeps layer inputs and saved tensors in host memory; "auto" also chooses the saves; '
-            '"if_faster" does so where steps are then faster, "none" never.'
+            "help": '"cpu" keeps layer inputs and saved tensors in host memory; "auto" also '
+            'chooses stream_gpu_memory; "if_faster" does so where steps are then faster, '
+            '"none" never.'
         },
     )
     stream_host_memory: str | None = dataclasses.field(

@@ -56,7 +56,8 @@ class StreamedTrainer:
     tokens, chunk size and memory of each step to the logs.
 
     Attributes:
-        trl_module: module that defines the TRL trainer.
+        trl_module: Python module that defines the TRL trainer; its name `add_fused_lm_head` is
+            replaced.
         head_class: replacement for TRL's head.
         splits_sequences: True if TRL's trainer can train on sequences that are split over ranks.
 

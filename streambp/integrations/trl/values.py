@@ -69,7 +69,14 @@ class PolicyAndValueHead(FusedHead):
     ) -> Any:
         """Return the model's output with log-probabilities, as `FusedHead.output` does. If the
         forward was called with values=True, the output also has `state_values`, with the shape of
-        log_probs and in float32 or a wider dtype."""
+        log_probs and in float32 or a wider dtype.
+
+        Args:
+            kwargs: keyword arguments of the model's forward, which the value model reads.
+            output: the model's output without logits.
+            values: log-probabilities and the other results of each token, not the state values.
+            request: record with the hidden states and the final norm, which the value head reads.
+        """
         result = super().output(kwargs, output, values, request)
         if self.with_values:
             value_model = getattr(self.module, VALUE_MODEL, None)
