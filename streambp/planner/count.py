@@ -128,10 +128,11 @@ class LiveBytes(TorchDispatchMode):
 
 
 IN_PLACE_OPERATORS = frozenset(
-    getattr(aten, name).default for name in ("copy_", "zero_", "neg_", "index_put_")
+    getattr(aten, name).default
+    for name in ("copy_", "zero_", "neg_", "index_put_", "addmm_", "logical_and_")
 ) | frozenset(
     getattr(getattr(aten, name), kind)
-    for name in ("add_", "mul_", "div_", "sub_")
+    for name in ("add_", "mul_", "div_", "sub_", "fill_")
     for kind in ("Tensor", "Scalar")
 )
 IN_PLACE_LIST_OPERATORS = frozenset(
