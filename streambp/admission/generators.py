@@ -103,18 +103,29 @@ def keep_generator_states(generators: Sequence[Generator]) -> Iterator[None]:
         set_generators(generators, states)
 
 
+def generators_inside(module: nn.Module) -> tuple[Generator, ...]:
+    """Return the random generators that a module holds, and Python's and NumPy's default
+    generators. Torch's default generators are not among them."""
+    return (*ModuleSnapshot(module, set()).generators, *GLOBAL_GENERATORS)
+
+
 @contextlib.contextmanager
-def restore_module_state(module: nn.Module) -> Iterator[StateRestorer]:
+def restore_module_state(
+    module: nn.Module, generators: Sequence[Generator] | None = None
+) -> Iterator[StateRestorer]:
     """Context manager for a test or warm-up that restores a module's attributes, buffers and random
     generators afterwards. Torch's default generators are not restored. Yields the `StateRestorer`
     object, which can also restore the attributes between two runs. [Note: a trial leaves nothing]
+
+    Args:
+        module: the module.
+        generators: the result of `generators_inside` for the module, if a caller has it; None: the
+            generators are searched, which takes as long as reading all of the module's values.
     """
-    buffers, generators = (
-        buffers_of(module),
-        (*ModuleSnapshot(module, set()).generators, *GLOBAL_GENERATORS),
-    )
+    if generators is None:
+        generators = generators_inside(module)
     with (
-        replace_buffers(buffers),
+        replace_buffers(buffers_of(module)),
         keep_generator_states(generators),
         StateRestorer(module) as restored,
     ):

@@ -524,10 +524,10 @@ def is_bidirectional(layer: nn.Module) -> bool:
 def attends_ahead_by_itself(layer: nn.Module) -> bool:
     """True if a layer computes bidirectional attention itself. Such a layer has a cache argument,
     like a decoder's layer, but its modules have is_decoder=False."""
-    if cache_argument(layer) is None:
-        return False
     says = [module.is_decoder for module in layer.modules() if hasattr(module, "is_decoder")]
-    return bool(says) and not any(says)
+    if not says or any(says):  # first, because it is found sooner than the cache's argument
+        return False
+    return cache_argument(layer) is not None
 
 
 def _reads_ahead(layers: tuple[nn.Module, ...]) -> bool:
@@ -535,8 +535,10 @@ def _reads_ahead(layers: tuple[nn.Module, ...]) -> bool:
     cross-attention to an encoder's output does not count, because a decoder's self-attention is
     causal."""
     for layer in layers:
-        has_one_attention = len(_attentions(layer)) == 1
-        if (has_one_attention and is_bidirectional(layer)) or attends_ahead_by_itself(layer):
+        attentions = _attentions(layer)
+        if len(attentions) == 1 and getattr(attentions[0], "is_causal", True) is False:
+            return True
+        if attends_ahead_by_itself(layer):
             return True
     return False
 
@@ -644,14 +646,15 @@ def _passes_picked_keys(attention: nn.Module) -> bool:
     """True if the attention module passes the key indices that an indexer selected (sparse
     attention) to transformers' attention function, and its indexer can run on a part of the
     queries. [Note: indexers]"""
-    forward, indexers = written_forward(attention), indexers_of(attention)
+    forward = written_forward(attention)
     keywords = (const for const in forward.__code__.co_consts if isinstance(const, tuple))
     if (
         UPDATE_METHOD not in _names_in_forward(attention)
-        or biases_positions(attention)
         or not any(PICKS_ARGUMENT in names for names in keywords)
+        or biases_positions(attention)
     ):
         return False
+    indexers = indexers_of(attention)
     return bool(indexers or PICKED_KEYS_ARGUMENT in _variables_in_forward(attention)) and all(
         set(INDEXER_CALLS) <= set(_names_in_forward(indexer))
         and hasattr(indexer, INDEX_HEADS)

@@ -26,7 +26,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 from transformers.utils import TRANSFORMERS_DYNAMIC_MODULE_NAME
 
-from streambp.admission.generators import restore_module_state
+from streambp.admission.generators import generators_inside, restore_module_state
 from streambp.admission.stacks import (
     bare_layers,
     find_stacks,
@@ -36,6 +36,7 @@ from streambp.admission.stacks import (
 from streambp.device import RandomState
 from streambp.distributed.engines import drops_masks, full_shape, is_partitioned
 from streambp.errors import ConfigError, StreamBPError
+from streambp.fingerprint.snapshots import Generator
 from streambp.instance_forward import InstanceForward, forwards, is_fsdp_unit
 from streambp.known_names import (
     ACCELERATE_FORWARD,
@@ -202,6 +203,12 @@ class Skeleton:
             ):
                 yield
 
+    @functools.cached_property
+    def _generators(self) -> tuple[Generator, ...]:
+        """Return the random generators that the model holds, and the default ones. A generator that
+        a step makes is not among them, and is forgotten after the step."""
+        return generators_inside(self.model)
+
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Context manager in which training steps of the model run. New tensors have no data, as in
@@ -213,7 +220,7 @@ class Skeleton:
         """
         with (
             self.active(),
-            restore_module_state(self.model),
+            restore_module_state(self.model, self._generators),
             replace_mixers(self.model, self.mixers),
             masks_from_positions(),
             self._fused_elsewhere(),

@@ -318,6 +318,8 @@ class Counter:
             workspaces are counted.
         growth: for each phase, the additional bytes of a chunked step that adds to existing
             gradients; [] before the first step is counted.
+        layers: the decoder layers of all stacks.
+        phase_layers: the layers of the stack that is divided into phases.
     """
 
     skeleton: Skeleton
@@ -333,6 +335,9 @@ class Counter:
         self._more_points: dict[tuple[str, tuple[str, ...], int], tuple[Works, Works]] = {}
         self._heads: dict[str, list[Heads]] = {}
         self.growth: list[PhaseMemory] = []
+        # found once, because a search takes as long as the forward of a few layers
+        self.layers = [*_layers_of(self.skeleton.model)]
+        self.phase_layers = counted_stack(self.skeleton.model).layers
 
     def uses_fused_kernel(self, recipe: SurveyRecipe) -> bool:
         """True if a fused attention kernel would run in the recipe's step. False if attention is
@@ -341,9 +346,8 @@ class Counter:
         run a step."""
         if recipe.config is None:
             return True
-        layers = _layers_of(self.skeleton.model)
         # for few tokens all keys are picked
-        if any(kind_of(layer).attention.picks_keys for layer in layers):
+        if any(kind_of(layer).attention.picks_keys for layer in self.layers):
             return False
         if self._fused is None:  # saves and offload change no kernel
             count = StepCount(None)
@@ -452,7 +456,6 @@ class Counter:
         """
         model = self.skeleton.model
         skeleton = self.skeleton
-        layers = counted_stack(model).layers
         with skeleton.active():
             ids = torch.empty(self.batch_size, point[0], dtype=torch.long)  # [B, T]
 
@@ -484,7 +487,13 @@ class Counter:
             for _ in range(1 + accumulate):
                 manager.begin()
                 steps.append(
-                    run_step(model, layers, loss, kind(self.kernels, self.shapes), manager.on_host)
+                    run_step(
+                        model,
+                        self.phase_layers,
+                        loss,
+                        kind(self.kernels, self.shapes),
+                        manager.on_host,
+                    )
                 )
         return steps
 
@@ -638,8 +647,7 @@ def _count_method(
     fused = counter.uses_fused_kernel(recipe)
     tiles = recipe.config is not None and recipe.config.gpu_memory is not None
     ranks = counter.ranks(recipe) if recipe.split else 1  # raises if the model cannot be sharded
-    layers = _layers_of(counter.skeleton.model)
-    states = any(states_argument(layer) is not None for layer in layers)
+    states = any(states_argument(layer) is not None for layer in counter.layers)
     biases = counter.skeleton.adds_biases
     groups = (points_for(at, chunked, fused, states, tiles),)
     if recipe.split:

@@ -859,7 +859,7 @@ def test_mutants_turn_these_red(mutant, test, monkeypatch):
     elif mutant == "types":
         monkeypatch.setattr(snapshot, "TYPE", snapshot.TYPE._replace(refill=lambda *_: None))
     elif mutant == "planner":
-        monkeypatch.setattr(skeleton, "restore_module_state", lambda _: contextlib.nullcontext())
+        monkeypatch.setattr(skeleton, "restore_module_state", lambda *_: contextlib.nullcontext())
     else:
         monkeypatch.setattr("streambp.admission.probe.find_values_set_once", lambda *_: [])
     with pytest.raises((AssertionError, AttributeError, BackwardError, pytest.fail.Exception)):
