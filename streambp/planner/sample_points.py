@@ -12,12 +12,17 @@ TILED_SAMPLE_CHUNKS = (1024, 2048)
 # For models with T5's bias, (T, C) in groups. On a GPU, the first group's attention tiles are
 # larger than all that grows with T C, and those of the second group are smaller. On a CPU,
 # attention to the encoder's output builds scores of T C pairs, which are larger than tiles.
-BIASED_POINTS = (
+BIASED_POINTS: tuple[tuple[Point, ...], ...] = (
     ((5120, 1024), (6144, 1024), (6144, 512)),
     ((10240, 2048), (12288, 2048), (12288, 3072), (15360, 3072)),
 )
-CPU_BIASED_POINTS = (((4096, 1024), (4096, 2048), (6144, 1024), (6144, 2048)),)
-UNCHUNKED_BIASED_POINTS = (((512, 0), (640, 0)), ((8192, 0), (16384, 0), (24576, 0)))
+CPU_BIASED_POINTS: tuple[tuple[Point, ...], ...] = (
+    ((4096, 1024), (4096, 2048), (6144, 1024), (6144, 2048)),
+)
+UNCHUNKED_BIASED_POINTS: tuple[tuple[Point, ...], ...] = (
+    ((512, 0), (640, 0)),
+    ((8192, 0), (16384, 0), (24576, 0)),
+)
 
 
 def biased_points_for(

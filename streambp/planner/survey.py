@@ -649,7 +649,7 @@ def _count_method(
     ranks = counter.ranks(recipe) if recipe.split else 1  # raises if the model cannot be sharded
     states = any(states_argument(layer) is not None for layer in counter.layers)
     biases = counter.skeleton.adds_biases
-    groups = (points_for(at, chunked, fused, states, tiles),)
+    groups: tuple[tuple[Point, ...], ...] = (points_for(at, chunked, fused, states, tiles),)
     if recipe.split:
         groups = (_points_of_shards(at, fused),)
     elif biases:
