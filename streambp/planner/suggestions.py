@@ -104,9 +104,10 @@ def best_change(
     seq_len: int | Literal["max"],
     profile: Profile,
     training: Training | None,
+    max_seconds: float = math.inf,
 ) -> Remedy | None:
     """Return the fastest plan with another training or another setting than `base_plan`, with the
-    options that request it. None if no such plan fits.
+    options that request it. None if no such plan fits within `max_seconds`.
 
     The settings are the plan's own, and its variants with weights or optimizer state in host
     memory. Among plans at most 2 % slower than the fastest, the result has the fewest options.
@@ -117,6 +118,7 @@ def best_change(
         profile: the counted costs of the model under `training`.
         training: the kind of training, if it differs from the plan's; None: the plan's own, so that
             the plan's own setting is left out.
+        max_seconds: the most seconds that a step of the plan may take.
     """
     fitting: list[Remedy] = []
     for options, setting in settings_of(base_plan.setting):
@@ -124,7 +126,7 @@ def best_change(
             continue
         with contextlib.suppress(StreamBPError):  # ranks that cannot share the heads, for example
             plan = plan_step(profile, seq_len, base_plan.memory, setting, base_plan.rates)
-            if plan.choice is None:
+            if plan.choice is None or seconds_of(plan) > max_seconds:
                 continue
             changes, options = _describe_change(training, options)
             if plan.choice.on_host is not None:
@@ -295,18 +297,19 @@ def faster_changes(
             only if more device memory would make the step faster.
     """
     seconds = seconds_of(plan)
-    if _min_seconds(plan) >= (1 - ALLOWED_SLOWDOWN) * seconds:
+    bar = (1 - ALLOWED_SLOWDOWN) * seconds
+    if _min_seconds(plan) >= bar:
         return  # more memory does not help
-    best = best_change(plan, plan.seq_len, plan.profile, None)
-    if best is not None and seconds_of(best.plan) <= (1 - ALLOWED_SLOWDOWN) * seconds:
+    best = best_change(plan, plan.seq_len, plan.profile, None, bar)
+    if best is not None:
         yield best
-        seconds = seconds_of(best.plan)
+        bar = (1 - ALLOWED_SLOWDOWN) * seconds_of(best.plan)
     if training.lora is not None and training.bits > QUANTIZED_BITS:
         how = Training(training.lora, QUANTIZED_BITS)
         profile = profile_of(how, count)
         if profile is not None:
-            smaller = best_change(plan, plan.seq_len, profile, how)
-            if smaller is not None and seconds_of(smaller.plan) <= (1 - ALLOWED_SLOWDOWN) * seconds:
+            smaller = best_change(plan, plan.seq_len, profile, how, bar)
+            if smaller is not None:
                 yield smaller
 
 
