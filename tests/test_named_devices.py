@@ -73,6 +73,7 @@ PLACES = {
         model/split.py:refuse_replicas
         planner/model_class.py:fixed_positions
         planner/model_class.py:refuse_other_biases
+        planner/survey.py:_count_method
         planner/survey.py:survey
     """,
 }
