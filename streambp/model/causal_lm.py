@@ -338,10 +338,10 @@ class CausalLMForward(InstanceForward):
         def run() -> Any:
             output = self.original(**kwargs)
             fields = {name: value for name, value in output.items() if name not in left_out}
+            labelled = any_label(kwargs["labels"], kwargs.get("shift_labels"))
             if isinstance(fields.get("loss"), Tensor):
-                labelled = any_label(kwargs["labels"], kwargs.get("shift_labels"))
                 fields["loss"] = LossOfLabels.apply(fields["loss"], labelled)
-                self.empty_batches.check(labelled)
+            self.empty_batches.check(labelled)
             return type(output)(**fields)
 
         output = self.state.run_unpatched(
@@ -501,7 +501,8 @@ def _without_nan(output: Any, labelled: Tensor) -> Any:
         output: the output of a call with labels.
         labelled: scalar bool tensor, True if some token has a label.
     """
-    loss = output[0]
+    # A loss function may return None for such a batch, and no field is left then.
+    loss = next(iter(output), None) if isinstance(output, tuple) else output.get("loss")
     if not isinstance(loss, Tensor) or loss.dim():
         return output
     loss = LossOfLabels.apply(loss, labelled)

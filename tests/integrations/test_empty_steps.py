@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import warnings
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from streambp.launch import process
 from streambp.launch.hook import SETTINGS_VARIABLE, TRL_HEAD_TRAINERS, ImportHook
 from streambp.launch.settings import settings_from_fields
 from tests.families import VOCABULARY, build
+from tests.head.test_empty_batches import EMPTY, check_like_unpatched
 from tests.oracle import lift_float32_casts, worst_error
 from tests.seeds import seed_torch, seeded
 
@@ -182,8 +184,8 @@ def launched(monkeypatch):
 
 
 def trained(kind, door, setup, layout, folder, folders, monkeypatch):
-    """Return the log and the weights of a trainer that came through a door: "unpatched", "stream",
-    "patch" or "launch"."""
+    """Return the log, the weights and the trainer of a run that came through a door: "unpatched",
+    "stream", "patch" or "launch"."""
     trainer, config, data, settings = TRAINERS[kind]
     settings = {**settings, **LAYOUTS[layout]}
     source = {"model": str(folders["qwen2" if setup == "tied" else "qwen3"])}
@@ -205,7 +207,7 @@ def trained(kind, door, setup, layout, folder, folders, monkeypatch):
         log, weights, trainer = train(trainer, config, data(), folder, **source, **settings)
     is_patched = any("_streambp" in vars(module) for module in trainer.model.modules())
     assert is_patched == (door != "unpatched")
-    return log, weights
+    return log, weights, trainer
 
 
 def check(kind, door, setup, layout, folder, folders, monkeypatch, weights_by_case):
@@ -215,12 +217,12 @@ def check(kind, door, setup, layout, folder, folders, monkeypatch, weights_by_ca
     )
     case = (kind, setup, layout)
     if case not in weights_by_case:
-        weights_by_case[case] = run(kind, "unpatched")
+        weights_by_case[case] = run(kind, "unpatched")[:2]
     log, expected = weights_by_case[case]
     norms = [step["grad_norm"] for step in log]
     assert 0.0 in norms, norms
     assert max(norms) > 0.0
-    _, weights = run(kind, door)
+    _, weights, _ = run(kind, door)
     assert all(weight.isfinite().all() for weight in weights.values())
     assert worst_error(weights, expected) <= 1e-9
 
@@ -260,6 +262,52 @@ def test_steps_without_completions(
     check(kind, door, setup, "batch of two", tmp_path, folders, monkeypatch, weights_by_case)
 
 
+COUNTS = (None, 0, torch.tensor(0), torch.tensor(7))
+
+
+def step_of_no_label(trainer, count):
+    """Return the loss and the gradients of a micro-batch without a label, which a trainer divides
+    by a count, and the warnings that name it."""
+    batch = list(trainer.get_train_dataloader())[1]
+    trainer.current_gradient_accumulation_steps = 1
+    trainer.model.train()
+    trainer.model.zero_grad()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        loss = trainer.compute_loss(trainer.model, dict(batch), num_items_in_batch=count)
+    loss.backward()
+    gradients = {
+        name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.grad is not None
+    }
+    return loss.detach(), gradients, [w for w in caught if EMPTY in str(w.message)]
+
+
+def check_counts(kind, setup, door, folder, folders, monkeypatch):
+    """The gradients that are finite unpatched are finite and equal, whatever the count."""
+    # the trainers are made, and do not train
+    monkeypatch.setattr(transformers.Trainer, "train", lambda self: None)
+    expected, ours = (
+        trained(kind, name, setup, "batch of two", folder, folders, monkeypatch)[2]
+        for name in ("unpatched", door)
+    )
+    messages = []
+    for count in COUNTS:
+        _, expected_gradients, _ = step_of_no_label(expected, count)
+        loss, gradients, warned = step_of_no_label(ours, count)
+        check_like_unpatched(gradients, expected_gradients, by_entry=True)
+        assert loss.isfinite()
+        assert kind not in ("trainer", "sft") or loss == 0.0
+        messages += warned
+    assert len(messages) == 1
+
+
+@pytest.mark.fast("tied-trainer-patch", "head saved-sft-stream", "lora-dpo-stream")
+@pytest.mark.parametrize(("kind", "door"), cases("trainer", "sft", "dpo", "kto"))
+@pytest.mark.parametrize("setup", SETUPS)
+def test_counts_of_a_step_without_labels(kind, setup, door, tmp_path, folders, monkeypatch):
+    check_counts(kind, setup, door, tmp_path, folders, monkeypatch)
+
+
 def nan_of_empty_batches(monkeypatch):
     """Make gradients of the head NaN where no token has a label."""
 
@@ -270,6 +318,12 @@ def nan_of_empty_batches(monkeypatch):
         return tuple(None if x is None else x + torch.nan for x in gradients)
 
     monkeypatch.setattr(HeadGradients, "results", results)
+
+
+def test_mutant_of_counts(tmp_path, folders, monkeypatch):
+    nan_of_empty_batches(monkeypatch)
+    with pytest.raises((AssertionError, streambp.StreamBPError)):
+        check_counts("trainer", "tied", "patch", tmp_path, folders, monkeypatch)
 
 
 @pytest.mark.full
