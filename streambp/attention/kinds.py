@@ -118,8 +118,9 @@ class BidirectionalAttention(InterfaceAttention):
         if mask is None:
             return "its attention is bidirectional, and has no mask that tells which keys exist"
         is_eager = any(own_implementation(config) == EAGER for config in self.configs(layer))
-        if is_eager and mask.has_empty_row:
-            return "a row has no tokens, of which eager attention takes the mean over all keys"
+        # sdpa adds a mask to T5's bias as eager attention does
+        if (is_eager or self.adds_bias) and mask.has_empty_row:
+            return "a row has no tokens, of which an added mask gives a mean over all keys"
         if not is_eager and mask.description.get("allow_is_causal_skip", False):
             return (
                 "its attention modules are bidirectional and its mask is causal: eager attention "

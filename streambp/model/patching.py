@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 import functools
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from transformers import PreTrainedModel
 
 from streambp.admission.stacks import (
@@ -253,9 +254,7 @@ def _make_wrappers(
         if not isinstance(module, PreTrainedModel) or id(module) in backbones:
             continue
         head = module.get_output_embeddings()
-        if not isinstance(getattr(head, "weight", None), Tensor) or all(
-            child is not head for child in module.children()
-        ):
+        if not _has_weight(head) or all(child is not head for child in module.children()):
             continue
         decoder = module.get_decoder()
         module_ids = (
@@ -266,6 +265,14 @@ def _make_wrappers(
         )
         wrappers.append(CausalLMForward(module, state, head_norms))
     return wrappers
+
+
+def _has_weight(head: Any) -> bool:
+    """True if an output projection has a weight. A weight that torch parametrizes is not read,
+    because reading it computes it, and spectral_norm then writes to its buffers."""
+    if parametrize.is_parametrized(head, "weight"):
+        return True
+    return isinstance(getattr(head, "weight", None), Tensor)
 
 
 def _check_products(stacks: ModelStacks, config: StreamConfig) -> None:

@@ -13,6 +13,7 @@ import queue
 
 import pytest
 import torch
+from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import streambp
@@ -298,6 +299,17 @@ def test_gradient_buffers_are_reused():
         )
         gradients(ours, **make_batch("plain"))
     assert decisions == [False, True, True]
+
+
+def test_a_parametrized_head_is_not_computed_by_patch():
+    """spectral_norm iterates each time when its weight is read, and keeps vectors in buffers."""
+    stock = build("llama", torch.float64)
+    parametrizations.spectral_norm(stock.lm_head)
+    ours = streambp.patch(copy.deepcopy(stock), CONFIG)
+    for _ in range(2):
+        check_agree(stock, ours, **make_batch("plain"))
+    for expected, kept in zip(stock.buffers(), ours.buffers(), strict=True):
+        assert torch.equal(kept, expected) or (kept - expected).abs().max() <= 1e-12
 
 
 def test_unpatch_restores_everything():

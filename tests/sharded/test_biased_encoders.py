@@ -9,6 +9,7 @@ import copy
 
 import pytest
 import torch
+import transformers
 from transformers import (
     MT5Config,
     MT5EncoderModel,
@@ -241,3 +242,28 @@ def test_mutants(mutant, monkeypatch):
     monkeypatch.setattr(module, attribute, replacement)
     with pytest.raises((AssertionError, StreamingMismatchError)):
         check(name)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", ["t5", "umt5"])
+def test_a_row_of_padding_alone(name, implementation):
+    """The mask is added to the bias, so that each key of the row is read."""
+    config_class, model_class = {
+        "t5": (transformers.T5Config, transformers.T5EncoderModel),
+        "umt5": (transformers.UMT5Config, transformers.UMT5EncoderModel),
+    }[name]
+    seed_torch(5)
+    config = config_class(
+        d_model=32, d_ff=48, d_kv=8, num_layers=2, num_heads=4, vocab_size=64, dropout_rate=0.0
+    )
+    stock = model_class(config).train()
+    stock.set_attn_implementation(implementation)
+    ours = streambp.patch(copy.deepcopy(stock), streambp.StreamConfig(chunk_size=7))
+    ids = torch.randint(3, 64, (2, 30))
+    exists = torch.ones_like(ids)
+    exists[1] = 0
+    grads = []
+    for model in (stock, ours):
+        model(input_ids=ids, attention_mask=exists).last_hidden_state.sin().sum().backward()
+        grads.append({path: p.grad for path, p in model.named_parameters()})
+    assert worst_error(grads[1], grads[0]) <= 1e-10
