@@ -27,6 +27,7 @@ from tests.families import FAMILIES, SIZES, build
 from tests.layer.test_packed_experts import EXPERTS, pack
 from tests.seeds import seed_torch
 
+MIXTURES = ("qwen3_moe", "mixtral", "gpt_oss")
 # where errors of bfloat16 are compared: one draw of a noise says little
 WIDE_SIZES = {"hidden_size": 64, "num_hidden_layers": 3}
 
@@ -58,7 +59,9 @@ def model_for(case, seed=0):
         targets = [
             "q_proj",
             "v_proj",
-            {"qwen3_moe": "o_proj", "qwen3_5_text": "out_proj"}.get(name, "down_proj"),
+            {**dict.fromkeys(MIXTURES, "o_proj"), "qwen3_5_text": "out_proj"}.get(
+                name, "down_proj"
+            ),
         ]
         experts = case["lora"] == "experts"
         parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"] if experts else None
