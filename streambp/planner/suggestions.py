@@ -266,16 +266,16 @@ def _on_more_gpus(current_plan: Plan, seq_len: int | Literal["max"]) -> Iterator
 
 
 def _min_seconds(base_plan: Plan) -> float:
-    """Return the fewest seconds of the plan's fastest step on three devices: with 1.25 times the
-    memory, twice the memory, and enough memory for everything. If this is not faster than the plan,
-    no change that saves memory is proposed.
+    """Return the fewest seconds of the plan's fastest step on four devices: with 1.25 times the
+    memory, twice the memory, four times the memory, and enough memory for everything. If this is
+    not faster than the plan, no change that saves memory is proposed.
 
-    The first two devices count because `patch` without settings may be slower with more memory: on
-    the third device it runs the model unpatched.
+    The first three devices count because `patch` without settings may be slower with more memory:
+    on the fourth device it runs the model unpatched.
     """
     gpu = base_plan.memory.gpu
     min_seconds = math.inf
-    for size in (gpu * 5 // 4, 2 * gpu, UNLIMITED_BYTES):
+    for size in (gpu * 5 // 4, 2 * gpu, 4 * gpu, UNLIMITED_BYTES):
         larger = dataclasses.replace(base_plan.memory, gpu=size, host=None)
         plan = plan_step(
             base_plan.profile, base_plan.seq_len, larger, base_plan.setting, base_plan.rates
