@@ -36,7 +36,7 @@ PAGES = ("README.md", "CONTRIBUTING.md", "paper_repro/README.md", *DOCS)
 PROGRAMS = r"(?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?(?:streambp (?:verify|plan|profile|launch|env)|python|pytest|bash|mkdocs)\b.+"
 OWN_FOLDERS = ("streambp", "paper_repro", "tests", "scripts", "examples", "docs", ".ci")
 OPTIONS_WITH_VALUE = ("-k", "-m", "-n")  # of pytest
-FILE = re.compile(r"(?:[\w.]+/)+[\w{},*.]+\.(?:py|js|md|csv|sh)\b|\.ci/\w+|examples/\w+/")
+FILE = re.compile(r"(?:[\w.-]+/)+[\w{},*.-]+\.(?:py|js|md|csv|sh)\b|\.ci/\w+|examples/\w+/")
 FOREIGN_FOLDERS = ("open_instruct/",)  # folders of other projects
 
 

@@ -502,7 +502,10 @@ def _without_nan(output: Any, labelled: Tensor) -> Any:
         labelled: scalar bool tensor, True if some token has a label.
     """
     # A loss function may return None for such a batch, and no field is left then.
-    loss = next(iter(output), None) if isinstance(output, tuple) else output.get("loss")
+    if isinstance(output, tuple):
+        loss = next(iter(output), None)
+    else:
+        loss = output.get("loss")
     if not isinstance(loss, Tensor) or loss.dim():
         return output
     loss = LossOfLabels.apply(loss, labelled)

@@ -268,8 +268,8 @@ def _make_wrappers(
 
 
 def _has_weight(head: Any) -> bool:
-    """True if an output projection has a weight. A weight that torch parametrizes is not read,
-    because reading it computes it, and spectral_norm then writes to its buffers."""
+    """True if an output projection has a weight. This function does not read a parametrized weight.
+    Torch would compute the weight, and spectral_norm would write to buffers."""
     if parametrize.is_parametrized(head, "weight"):
         return True
     return isinstance(getattr(head, "weight", None), Tensor)

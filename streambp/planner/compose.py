@@ -146,7 +146,7 @@ def fit(
     starts = fit_bytes(points, counted_starts, adds_biases)
     for counted, peak, start in zip(phases[0], peaks, starts, strict=True):
         fitted.append(Phase(counted.name, peak._replace(keys=counted.per_key), counted.gradients))
-        if start.tokens > peak.tokens:  # for long sequences the start exceeds the peak
+        if start.tokens > peak.tokens:  # the start of a long sequence exceeds the peak
             fitted.append(Phase(counted.name, start, counted.gradients))
     ends: dict[int, tuple[int, int]] = {}
     for index, kind in enumerate(shrunk_model.kinds):

@@ -89,13 +89,13 @@ CHUNKED_ENCODER_FEATURES: Mapping[str, tuple[str, ...]] = {
     "fixed": ("tokens", "chunks", "chunk"),
 }
 EQUAL_LENGTH_ATTENTION = ("square", "tokens")
-# Features of bytes in the device's memory; as many as there are points.
+# Features of bytes in the device's memory, one for each point.
 BYTES_FEATURES: Mapping[bool, tuple[str, ...]] = {
     True: ("constant", "tokens", "chunk", "chunks"),  # in chunks
     False: ("constant", "tokens"),
 }
-# The same for T5's kind: unpatched, a bias of all pairs of positions; in chunks, zeros for all
-# pairs of a chunk and the encoder's output.
+# Features of bytes for models with T5's bias. Unpatched, they build a bias of all pairs of
+# positions. Chunks build zeros for all pairs of a chunk and the encoder's output.
 BIASED_BYTES_FEATURES: Mapping[bool, tuple[str, ...]] = {
     True: ("constant", "tokens", "chunk", "tokens_chunk"),
     False: ("constant", "tokens", "square"),
@@ -178,8 +178,8 @@ def fit_bytes(
     steps. T is the tokens of a row, and C the tokens of a chunk.
 
     A function has a constant, and coefficients of T, C and the number of chunks. The last two are 0
-    if all points have C = 0. The last one is 0 for only three points. For models with T5's bias the
-    last coefficient is that of T C in chunks, and that of T^2 if all points have C = 0.
+    if all points have C = 0. The last one is 0 for only three points. The last
+    coefficient is that of T C for models with T5's bias, and that of T^2 if all points have C = 0.
 
     Args:
         points: (T, C) of each counted step.

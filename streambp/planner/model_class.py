@@ -167,16 +167,16 @@ def refuse_other_biases(model: nn.Module) -> None:
     for module in model.modules():
         if biases_distances(module) and module not in streamed:
             raise UnsupportedModelError(
-                f"{type(module).__name__} adds a bias for each distance between two positions, in "
-                "layers that streambp leaves as they are, which the planner does not count. Run a "
-                "step and measure its memory (torch.cuda.max_memory_allocated)."
+                f"{type(module).__name__} adds a bias for each distance between two positions, and "
+                "its layers do not stream. The planner does not count such layers. Run a step and "
+                "measure its memory (torch.cuda.max_memory_allocated)."
             )
 
 
 def counted_stack(model: nn.Module) -> Stack:
-    """Return the stack of layers that is divided into phases when a step is counted: the decoder
-    if both stacks of an encoder-decoder stream (T5), or else the stack with most layers. Layers of
-    another stack are part of the embedding's phases, or of the head's."""
+    """Return the stack of layers that is divided into phases when a step is counted. This stack is
+    the decoder if both stacks of an encoder-decoder stream (T5). In other models this stack is the
+    one with most layers. Layers of another stack belong to the embedding's phases or the head's."""
     stacks = find_stacks(model).stacks
     decoders = []
     for stack in stacks:

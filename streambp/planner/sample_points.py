@@ -9,9 +9,9 @@ from streambp.planner.laws import Point
 SAMPLE_CHUNKS = (4096, 8192)  # chunk sizes for streamed steps, whose lines hold for any length
 # chunk sizes for attention by plain matrix products, whose tiles are small and many
 TILED_SAMPLE_CHUNKS = (1024, 2048)
-# For models with T5's bias, (T, C) in groups. On a GPU, the first group's attention tiles are
-# larger than all that grows with T C, and those of the second group are smaller. On a CPU,
-# attention to the encoder's output builds scores of T C pairs, which are larger than tiles.
+# Points (T, C) in groups, for models with T5's bias. The attention tiles of the first group are
+# larger than the tensors of T C elements. The tiles of the second group are smaller. On a CPU,
+# attention to the encoder's output builds scores of T C pairs, so a single group is enough.
 BIASED_POINTS: tuple[tuple[Point, ...], ...] = (
     ((5120, 1024), (6144, 1024), (6144, 512)),
     ((10240, 2048), (12288, 2048), (12288, 3072), (15360, 3072)),

@@ -36,7 +36,6 @@ from streambp.admission.stacks import (
 from streambp.device import RandomState
 from streambp.distributed.engines import drops_masks, full_shape, is_partitioned
 from streambp.errors import ConfigError, StreamBPError
-from streambp.fingerprint.snapshots import Generator
 from streambp.instance_forward import InstanceForward, forwards, is_fsdp_unit
 from streambp.known_names import (
     ACCELERATE_FORWARD,
@@ -204,7 +203,7 @@ class Skeleton:
                 yield
 
     @functools.cached_property
-    def _generators(self) -> tuple[Generator, ...]:
+    def _generators(self) -> tuple[Any, ...]:
         """Return the random generators that the model holds, and the default ones. A generator that
         a step makes is not among them, and is forgotten after the step."""
         return generators_inside(self.model)

@@ -248,8 +248,8 @@ def _flash_as_sdpa(
     value [B, H_kv, S, D]. A mask of booleans and dropout are ignored.
 
     A mask of numbers, [1, H, T, S], is T5's bias of all pairs of positions. FlashAttention adds no
-    bias, so the result is then that of torch's memory-efficient attention. Its backward allocates
-    the bias's gradient for each row.
+    bias, so the result is then that of torch's memory-efficient attention. The backward
+    of this attention allocates the bias's gradient for each row.
     """
     if attn_mask is not None and attn_mask.is_floating_point():
         pairs = (*query.shape[:3], key.shape[2])
@@ -281,8 +281,8 @@ def _flash(
     The function is registered in transformers' `AttentionInterface`, and has the usual arguments:
     query [B, H, T, D], key [B, H_kv, S, D] and value [B, H_kv, S, D_v]. A mask and a softcap are
     ignored. A module with is_causal=False reads all keys, or the keys of a window
-    to both sides; any other module is causal. With T5's bias, `position_bias` [1, H, T, S],
-    transformers' sdpa function makes the mask to which the bias is added.
+    to both sides; any other module is causal. If there is a `position_bias` [1, H, T, S],
+    as in T5, transformers' sdpa function adds the bias to its mask.
     """
     if position_bias is not None:
         with fused_sdpa():

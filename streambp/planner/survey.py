@@ -335,7 +335,7 @@ class Counter:
         self._more_points: dict[tuple[str, tuple[str, ...], int], tuple[Works, Works]] = {}
         self._heads: dict[str, list[Heads]] = {}
         self.growth: list[PhaseMemory] = []
-        # found once, because a search takes as long as the forward of a few layers
+        # A search takes the time of a few layers' forward.
         self.layers = [*_layers_of(self.skeleton.model)]
         self.phase_layers = counted_stack(self.skeleton.model).layers
 
@@ -358,7 +358,7 @@ class Counter:
                     steps = self.skeleton.model._streambp.steps  # type: ignore[union-attr]
                     self._unread = [layer_state.tests.unread for layer_state in steps.layer_states]  # type: ignore[union-attr]
             attends = count.work.forward + count.work.backward > 0
-            # Beside T5's biased attention, attention to the encoder's output may be fused.
+            # T5's cross-attention may be fused, but biased attention is not.
             self._fused = attends and not self.skeleton.adds_biases
         return self._fused
 
@@ -598,10 +598,11 @@ def _points_of_shards(at: Point | None, fused: bool) -> tuple[Point, ...]:
         at: (T, C) where the functions are most accurate; None: functions for any length.
         fused: True if a fused kernel computes attention; False for plain matrix products.
     """
+    large = SAMPLE_CHUNKS[1]
     if at is not None:
         large = 4 * math.ceil(at[1] / 4)
-    else:
-        large = (SAMPLE_CHUNKS if fused else TILED_SAMPLE_CHUNKS)[1]
+    elif not fused:
+        large = TILED_SAMPLE_CHUNKS[1]
     return (4 * large, large), (2 * large, large // 2), (6 * large, large)
 
 

@@ -233,8 +233,10 @@ def traffic_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
         bias = args[BIAS_INDEX[func]]
         if not isinstance(bias, Tensor):
             return 0
-        gradients = tensors(result)[3:] if func in ATTENTION_BACKWARDS else []
-        return _size(bias) + sum(map(_size, gradients))
+        size = _size(bias)
+        if func in ATTENTION_BACKWARDS:
+            size += sum(map(_size, tensors(result)[3:]))  # the bias's gradient
+        return size
     if func in FACTOR_INDEX or func in ATTENTION_OPERATORS or name in EMPTY_CREATORS:
         return 0
     if name in FILLING_OPERATORS:

@@ -83,8 +83,8 @@ class Doubled(ast.NodeTransformer):
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
         name = getattr(node.func, "id", "")
-        given = {keyword.arg for keyword in node.keywords}
-        if name in WITHOUT_DROPOUT and "dropout" not in given:
+        passed_names = {keyword.arg for keyword in node.keywords}
+        if name in WITHOUT_DROPOUT and "dropout" not in passed_names:
             node.keywords.append(ast.keyword("dropout", ast.Constant(0.0)))
         if name.startswith("Stream") and name.endswith("Config"):
             node.keywords = [
@@ -117,7 +117,7 @@ class Recorder(logging.Handler):
 
     def note(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Keep the gradients before a step of an optimizer."""
-        if all(other is not optimizer for other in self.optimizers):
+        if all(known_optimizer is not optimizer for known_optimizer in self.optimizers):
             self.optimizers.append(optimizer)
         step = self.steps[id(optimizer)] = self.steps.get(id(optimizer), 0) + 1
         for parameter in parameters_of(optimizer):
@@ -194,11 +194,11 @@ def leave_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
     import streambp.integrations.trl as ours
 
-    nothing = types.SimpleNamespace(tokens=0, way="")
+    empty_step = types.SimpleNamespace(tokens=0, way="")
     monkeypatch.setattr(streambp, "patch", lambda model, *_, **__: model)
     monkeypatch.setattr(streambp, "unpatch", lambda model: model)
     monkeypatch.setattr(streambp, "describe", lambda model: "")
-    monkeypatch.setattr(streambp, "last_step", lambda model: nothing)
+    monkeypatch.setattr(streambp, "last_step", lambda model: empty_step)
     monkeypatch.setattr(streambp.integrations, "optimizer_in_backward", each_in_backward, False)
     for name in STREAM_TRAINERS:
         monkeypatch.setattr(ours, f"Stream{name}Trainer", getattr(trl, f"{name}Trainer"))

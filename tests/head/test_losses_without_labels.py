@@ -72,8 +72,8 @@ def loop(model, batches):
             names.append(None if loss is None else loss.requires_grad)
             if loss is not None and loss.requires_grad:
                 loss.backward()
-            named = model.named_parameters()
-            steps.append({name: p.grad.clone() for name, p in named if p.grad is not None})
+            parameters = model.named_parameters()
+            steps.append({name: p.grad.clone() for name, p in parameters if p.grad is not None})
     return steps, names, [w for w in caught if EMPTY in str(w.message)]
 
 

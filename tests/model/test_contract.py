@@ -308,8 +308,8 @@ def test_a_parametrized_head_is_not_computed_by_patch():
     ours = streambp.patch(copy.deepcopy(stock), CONFIG)
     for _ in range(2):
         check_agree(stock, ours, **make_batch("plain"))
-    for expected, kept in zip(stock.buffers(), ours.buffers(), strict=True):
-        assert torch.equal(kept, expected) or (kept - expected).abs().max() <= 1e-12
+    for expected, buffer in zip(stock.buffers(), ours.buffers(), strict=True):
+        assert torch.equal(buffer, expected) or (buffer - expected).abs().max() <= 1e-12
 
 
 def test_unpatch_restores_everything():
