@@ -118,9 +118,8 @@ class BidirectionalAttention(InterfaceAttention):
         if mask is None:
             return "its attention is bidirectional, and has no mask that tells which keys exist"
         is_eager = any(own_implementation(config) == EAGER for config in self.configs(layer))
-        # sdpa adds a mask to T5's bias as eager attention does
-        if (is_eager or self.adds_bias) and mask.has_empty_row:
-            return "a row has no tokens, of which an added mask gives a mean over all keys"
+        if is_eager and mask.has_empty_row:
+            return EMPTY_ROW_REASON
         if not is_eager and mask.description.get("allow_is_causal_skip", False):
             return (
                 "its attention modules are bidirectional and its mask is causal: eager attention "
@@ -145,6 +144,9 @@ class BidirectionalAttention(InterfaceAttention):
             kwargs: the layer's keyword arguments.
         """
         return _with_own_masks(configs, args, kwargs)
+
+
+EMPTY_ROW_REASON = "a row has no tokens, of which an added mask gives a mean over all keys"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -277,6 +279,10 @@ class BiasedAttention(InterfaceAttention):
         """
         if arguments.get(CROSS_BIAS) is not None:
             return "its cross-attention gets a bias for each pair of positions"
+        mask = attention_mask_of(arguments)
+        # sdpa adds a mask to T5's bias as eager attention does
+        if isinstance(mask, LazyMask) and mask.has_empty_row:
+            return EMPTY_ROW_REASON
         return super().take_mask(layer, arguments, x, documents)
 
     def unchunked_run(

@@ -267,3 +267,39 @@ def test_a_row_of_padding_alone(name, implementation):
         model(input_ids=ids, attention_mask=exists).last_hidden_state.sin().sum().backward()
         grads.append({path: p.grad for path, p in model.named_parameters()})
     assert worst_error(grads[1], grads[0]) <= 1e-10
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", ["t5", "umt5"])
+def test_a_decoders_row_of_padding_alone(name, implementation):
+    """The decoder's mask is added to its bias, too, and the row's labels are part of the loss."""
+    config_class, model_class = {
+        "t5": (transformers.T5Config, transformers.T5ForConditionalGeneration),
+        "umt5": (transformers.UMT5Config, transformers.UMT5ForConditionalGeneration),
+    }[name]
+    seed_torch(6)
+    config = config_class(
+        d_model=32,
+        d_ff=48,
+        d_kv=8,
+        num_layers=2,
+        num_heads=4,
+        vocab_size=64,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+        pad_token_id=0,
+    )
+    stock = model_class(config).double().train()
+    stock.set_attn_implementation(implementation)
+    ours = streambp.patch(copy.deepcopy(stock), streambp.StreamConfig(chunk_size=7))
+    ids, labels = torch.randint(3, 64, (2, 30)), torch.randint(3, 64, (2, 22))
+    exists = torch.ones_like(labels)
+    exists[1] = 0
+    losses, grads = [], []
+    for model in (stock, ours):
+        loss = model(input_ids=ids, labels=labels, decoder_attention_mask=exists).loss
+        loss.backward()
+        losses.append(loss.detach())
+        grads.append({name: p.grad for name, p in model.named_parameters()})
+    assert (losses[1] - losses[0]).abs() <= 1e-6
+    assert worst_error(grads[1], grads[0]) <= 1e-6
