@@ -624,7 +624,9 @@ def _fit_groups(
     """
     fitted: list[Phase] = []
     start = 0
-    for group in groups if phases else ():
+    if not phases:
+        return ()
+    for group in groups:
         part = phases[start : start + len(group)]
         fitted += fit(group, part, shrunk_model, biases and group is groups[-1])
         start += len(group)
