@@ -120,6 +120,6 @@ def test_arguments_that_accelerate_copies_are_counted(device):
 
 
 def test_a_need_that_is_not_divided_is_seen(expected, device, monkeypatch):
-    monkeypatch.setattr(device_parts, "find_layout", lambda model, layers: None)
+    monkeypatch.setattr(device_parts, "find_layout", lambda *_: None)
     with pytest.raises(AssertionError):
         test_layers_of_both_devices_save(expected, device)
