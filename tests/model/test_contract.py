@@ -17,6 +17,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import streambp
+from streambp.model import patching
 from tests.families import WINDOW, build, make_batch
 from tests.oracle import gradients, worst_error
 from tests.seeds import seeded
@@ -301,7 +302,7 @@ def test_gradient_buffers_are_reused():
     assert decisions == [False, True, True]
 
 
-def test_a_parametrized_head_is_not_computed_by_patch():
+def check_parametrized_head():
     """spectral_norm iterates each time when its weight is read, and keeps vectors in buffers."""
     stock = build("llama", torch.float64)
     parametrizations.spectral_norm(stock.lm_head)
@@ -310,6 +311,16 @@ def test_a_parametrized_head_is_not_computed_by_patch():
         check_agree(stock, ours, **make_batch("plain"))
     for expected, buffer in zip(stock.buffers(), ours.buffers(), strict=True):
         assert torch.equal(buffer, expected) or (buffer - expected).abs().max() <= 1e-12
+
+
+def test_a_parametrized_head_is_not_computed_by_patch():
+    check_parametrized_head()
+
+
+def test_a_parametrized_head_that_patch_computes_is_seen(monkeypatch):
+    monkeypatch.setattr(patching, "_has_weight", lambda head: isinstance(head.weight, torch.Tensor))
+    with pytest.raises(AssertionError):
+        check_parametrized_head()
 
 
 def test_unpatch_restores_everything():

@@ -23,6 +23,7 @@ from transformers.models.t5 import modeling_t5
 import streambp
 from streambp.admission.own_run import StreamingMismatchError
 from streambp.attention import interface, kernels
+from streambp.attention.masks import LazyMask
 from streambp.sharded import split_attention
 from tests.admission import test_biased
 from tests.model.test_encoder_decoders import gradients as gradients_of_loss
@@ -244,9 +245,7 @@ def test_mutants(mutant, monkeypatch):
         check(name)
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("name", ["t5", "umt5"])
-def test_a_row_of_padding_alone(name, implementation):
+def check_encoders_row(name, implementation):
     """The mask is added to the bias, so that each key of the row is read."""
     config_class, model_class = {
         "t5": (transformers.T5Config, transformers.T5EncoderModel),
@@ -269,9 +268,7 @@ def test_a_row_of_padding_alone(name, implementation):
     assert worst_error(grads[1], grads[0]) <= 1e-10
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("name", ["t5", "umt5"])
-def test_a_decoders_row_of_padding_alone(name, implementation):
+def check_decoders_row(name, implementation):
     """The decoder's mask is added to its bias, too, and the row's labels are part of the loss."""
     config_class, model_class = {
         "t5": (transformers.T5Config, transformers.T5ForConditionalGeneration),
@@ -303,3 +300,17 @@ def test_a_decoders_row_of_padding_alone(name, implementation):
         grads.append({name: p.grad for name, p in model.named_parameters()})
     assert (losses[1] - losses[0]).abs() <= 1e-6
     assert worst_error(grads[1], grads[0]) <= 1e-6
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", ["t5", "umt5"])
+@pytest.mark.parametrize("check", [check_encoders_row, check_decoders_row])
+def test_a_row_of_padding_alone(check, name, implementation):
+    check(name, implementation)
+
+
+@pytest.mark.parametrize("check", [check_encoders_row, check_decoders_row])
+def test_a_row_of_padding_alone_that_streams_is_seen(check, monkeypatch):
+    monkeypatch.setattr(LazyMask, "has_empty_row", False)
+    with pytest.raises((AssertionError, StreamingMismatchError)):
+        check("umt5", "sdpa")
