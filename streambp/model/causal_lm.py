@@ -21,7 +21,7 @@ from streambp.foreign import foreign_forward, foreign_of_class, trls_head
 from streambp.head.log_probs import TokenLogProbs
 from streambp.head.recipe import HeadRequest
 from streambp.instance_forward import InstanceForward, has_backward_hooks, is_fsdp_unit
-from streambp.known_names import FUSED_HEAD_ARGUMENT, TRLS_FORWARD
+from streambp.known_names import EAGER, FUSED_HEAD_ARGUMENT, TRLS_FORWARD
 from streambp.layer.oom import explain_memory_errors
 from streambp.lazy.dispatch import lazy_logits
 from streambp.lazy.lazy_hidden import LazyHidden
@@ -133,15 +133,10 @@ class CausalLMForward(InstanceForward):
             if args:
                 kwargs = {**kwargs, **self.__signature__.bind_partial(*args).arguments}
             labels = kwargs.get("labels")
-            if (
-                not self.state.history.warned_of_padding
-                and kwargs.get("attention_mask") is not None
-            ):
-                attention = own_implementation(self.module.config.get_text_config())  # type: ignore[operator, union-attr]
-                if (
-                    attention == "eager" or self._has_bias
-                ):  # an empty row of the mask gives the mean
-                    self.state.history.warned_of_padding = warn_of_labels_after_padding(kwargs)
+            if not self.state.history.warned_of_padding and self._averages_empty_rows:
+                self.state.history.warned_of_padding = warn_of_labels_after_padding(
+                    kwargs, self._is_encoder_decoder
+                )
             if labels is None and want_log_probs:
                 raise StreamBPError(
                     "output_log_probs=True needs labels: the tokens whose log-probabilities are "
@@ -386,9 +381,23 @@ class CausalLMForward(InstanceForward):
         """
         return tuple(norm for norm in self.norms if not any(norm.children()))
 
+    @property
+    def _averages_empty_rows(self) -> bool:
+        """True if the model's own attention gives the mean over all keys to a query that may read
+        no key. Eager attention adds its mask to the scores; so does attention with a bias."""
+        config: Any = self.module.config
+        return own_implementation(config.get_text_config()) == EAGER or self._has_bias
+
     @functools.cached_property
     def _has_bias(self) -> bool:
-        return biases_positions(self.module)
+        layer_states = self.state.steps.layer_states
+        return biases_positions(self.module) or any(
+            layer_state.kind.attention.adds_bias for layer_state in layer_states
+        )
+
+    @functools.cached_property
+    def _is_encoder_decoder(self) -> bool:
+        return bool(getattr(self.module.config, "is_encoder_decoder", False))
 
     @property
     def _trains(self) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from streambp.admission.third_party import third_party_reads_rows
 from streambp.distributed.engines import ranks_must_agree
-from streambp.known_names import HIDDEN_STATES, ROUTER_LOGITS
+from streambp.known_names import DECODER_MASK, HIDDEN_STATES, ROUTER_LOGITS
 from streambp.model.callers import computes_its_own_loss, wants_predictions
 from streambp.model.state import PatchState
 
@@ -51,7 +51,9 @@ def hides_padding(
     return not (state.config.eval_logits or wants_predictions() or computes_its_own_loss())
 
 
-def warn_of_labels_after_padding(kwargs: dict[str, Any]) -> bool:
+def warn_of_labels_after_padding(
+    kwargs: Mapping[str, Any], is_encoder_decoder: bool = False
+) -> bool:
     """Warn if a label is predicted at a position that can attend to no key, such as the last
     position of left padding. Return True if a warning was issued.
 
@@ -61,12 +63,20 @@ def warn_of_labels_after_padding(kwargs: dict[str, Any]) -> bool:
     Args:
         kwargs: arguments of a forward with labels or shift_labels [B, T] and attention_mask [B, T].
             Masks of other shapes are ignored.
+        is_encoder_decoder: True if the labels are a decoder's, which are not shifted. The mask of
+            the labels' tokens is then decoder_attention_mask [B, T].
     """
     labels = kwargs.get("labels")
-    mask = kwargs.get("attention_mask")
-    shifted = kwargs.get("shift_labels")
-    if shifted is None and labels is not None:
-        shifted = nn.functional.pad(labels[..., 1:], (0, 1), value=-100)
+    if is_encoder_decoder:
+        mask = kwargs.get(DECODER_MASK)
+        shifted = labels
+        label = "the label at each position of the decoder's left padding"
+    else:
+        mask = kwargs.get("attention_mask")
+        shifted = kwargs.get("shift_labels")
+        label = "the label of the first token after left padding"
+        if shifted is None and labels is not None:
+            shifted = nn.functional.pad(labels[..., 1:], (0, 1), value=-100)
     if shifted is None or not isinstance(mask, Tensor) or mask.shape != shifted.shape:
         return False
     nothing_yet = mask.cumsum(1) == 0
@@ -75,11 +85,10 @@ def warn_of_labels_after_padding(kwargs: dict[str, Any]) -> bool:
     ).any():  # synchronizes with the device
         return False
     warnings.warn(
-        "Set the label of the first token after left padding to -100. Its gradient differs from "
-        "the unpatched model's; the gradients of all other labels are equal. Padding predicts "
-        "that token and may read no key. Eager attention, and attention with a bias for each pair "
-        "of positions, then returns the mean over all tokens; streamed layers return 0, as sdpa "
-        "does.",
+        f"Set {label} to -100. Its gradient differs from the unpatched model's; the gradients of "
+        "all other labels are equal. Padding predicts that token and may read no key. Eager "
+        "attention, and attention with a bias for each pair of positions, then returns the mean "
+        "over all tokens; streamed layers return 0, as sdpa does.",
         stacklevel=2,
     )
     return True

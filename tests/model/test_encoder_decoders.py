@@ -6,6 +6,7 @@ covers: admission/stacks.py, attention/interface.py
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -281,3 +282,26 @@ def test_mutants(mutant, monkeypatch):
     monkeypatch.setattr(module, attribute, replacement)
     with pytest.raises((AssertionError, StreamingMismatchError)):
         check(name, implementation=implementation, chunk_size=CHUNK)
+
+
+# The loss of the others is computed where nothing is replaced.
+@pytest.mark.parametrize("name", ["bart", "whisper", "bigbird_pegasus", "pegasus_x"])
+def test_labels_of_a_decoders_left_padding_are_warned_of(name):
+    """Eager attention gives them the mean over all keys. Without these labels, steps are exact."""
+    seed_torch(4)
+    stock = {**MODEL_BUILDERS, **MASK_ARGUMENTS}[name]().train()
+    stock.set_attn_implementation("eager")
+    ours = streambp.patch(copy.deepcopy(stock), streambp.StreamConfig(chunk_size=CHUNK))
+    batch = batch_of(name, LENGTH)
+    batch["decoder_attention_mask"] = torch.ones_like(batch["labels"])
+    batch["decoder_attention_mask"][2, :9] = 0
+    labels = batch["labels"].clone()
+    batch["labels"][2, :9] = -100
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        loss, grads = gradients(ours, batch)
+    expected_loss, expected = gradients(stock, batch)
+    assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
+    assert worst_error(grads, expected) <= MAX_FLOAT64_ERROR
+    with pytest.warns(UserWarning, match="the label at each position of the decoder's left"):
+        gradients(ours, {**batch, "labels": labels})
