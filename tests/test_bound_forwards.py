@@ -54,6 +54,7 @@ def assert_same(ours, stock):
     assert bar == FLOAT32 or relative_l2(grads, expected) > FLOAT32
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize("precision", ["bf16", "no"])
 @pytest.mark.parametrize("order", ["patch, prepare", "prepare, patch"])
@@ -122,6 +123,7 @@ KINDS = {
 }
 
 
+@pytest.mark.fast(3)
 @pytest.mark.usefixtures("float64_oracle")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_forward_that_was_bound_as_a_function(kind):

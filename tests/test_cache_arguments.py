@@ -142,6 +142,7 @@ def check(name):
     assert {layer.path for layer in streambp.describe(ours).layers} == {"streams"}
 
 
+@pytest.mark.fast(6)
 @pytest.mark.parametrize(("name", "says"), CASES)
 def test_layers_stream_whatever_their_caches_are_called(name, says, monkeypatch, float64):
     rename(monkeypatch, zoo.build(name), says)
@@ -164,6 +165,7 @@ def test_mutants_turn_it_red(mutant, monkeypatch, float64):
         check("bamba")
 
 
+@pytest.mark.full
 @needs_states
 def test_packed_rows_of_mixers_whose_cache_has_any_name(monkeypatch, float64):
     """What stands in for a mixer's forward has no parameter that could be one of the mixer's."""

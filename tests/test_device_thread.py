@@ -72,6 +72,7 @@ def compare(model, batch, ran=None, within=None, **settings):
     return patched
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -89,6 +90,7 @@ def test_streamed_layers(settings, mode):
     compare(build("gemma3", attention_dropout=0.2), make_batch(mode), **settings)
 
 
+@pytest.mark.fast(7)
 @pytest.mark.parametrize(
     "name",
     [
@@ -156,6 +158,7 @@ def test_losses_outside_of_the_model(settings):
     compare(build("qwen3"), batch, **settings)
 
 
+@pytest.mark.fast(6)
 @pytest.mark.parametrize(
     "settings", [{}, {"offload": "cpu", "saves": SAVES}, {"lazy_logits": True}]
 )

@@ -116,6 +116,7 @@ def code_places() -> Iterator[str]:
         yield from (f"{name}:{scope}" for scope in sorted(places_in(path.read_text("utf-8"))))
 
 
+@pytest.mark.full
 def test_each_place_that_names_cuda_has_its_reason():
     """A place that asks a device for its name hides what follows from every other accelerator, and
     from these tests."""

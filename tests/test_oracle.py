@@ -91,7 +91,7 @@ def bf16_errors(attention="auto", length=256, chunk_size=29, layers=3):
         yield relative_l2(ours, truth), relative_l2(stock, truth)
 
 
-@pytest.mark.fast("auto")
+@pytest.mark.full
 @pytest.mark.parametrize("attention", ["auto", "math"])
 def test_bf16_is_as_precise_as_the_unpatched_model(attention):
     assert_as_precise(bf16_errors(attention))

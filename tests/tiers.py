@@ -1,6 +1,6 @@
 """Which cases the fast tier runs; the full tier runs all of them.
 
-The fast tier takes about five minutes on two cores. So a case of more than a second is for the full
+The fast tier takes about ten minutes on two cores. So a case of more than a second is for the full
 tier, unless it is the only one that tries what it tries: `@pytest.mark.full` on a test, `thinned`
 on one axis, and `@pytest.mark.fast("packed", "left-padded")` or `@pytest.mark.fast(3)` on all cases
 of a test: the fast tier runs the cases of these names, or every third.

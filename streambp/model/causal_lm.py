@@ -21,7 +21,7 @@ from streambp.foreign import foreign_forward, foreign_of_class, trls_head
 from streambp.head.log_probs import TokenLogProbs
 from streambp.head.recipe import HeadRequest
 from streambp.instance_forward import InstanceForward, has_backward_hooks, is_fsdp_unit
-from streambp.known_names import EAGER, FUSED_HEAD_ARGUMENT, TRLS_FORWARD
+from streambp.known_names import DECODER_MASK, EAGER, FUSED_HEAD_ARGUMENT, TRLS_FORWARD
 from streambp.layer.oom import explain_memory_errors
 from streambp.lazy.dispatch import lazy_logits
 from streambp.lazy.lazy_hidden import LazyHidden
@@ -133,9 +133,13 @@ class CausalLMForward(InstanceForward):
             if args:
                 kwargs = {**kwargs, **self.__signature__.bind_partial(*args).arguments}
             labels = kwargs.get("labels")
-            if not self.state.history.warned_of_padding and self._averages_empty_rows:
+            if (
+                not self.state.history.warned_of_padding
+                and kwargs.get(self._mask_argument) is not None
+                and self._averages_empty_rows
+            ):
                 self.state.history.warned_of_padding = warn_of_labels_after_padding(
-                    kwargs, self._is_encoder_decoder
+                    kwargs, self._mask_argument
                 )
             if labels is None and want_log_probs:
                 raise StreamBPError(
@@ -396,8 +400,10 @@ class CausalLMForward(InstanceForward):
         )
 
     @functools.cached_property
-    def _is_encoder_decoder(self) -> bool:
-        return bool(getattr(self.module.config, "is_encoder_decoder", False))
+    def _mask_argument(self) -> str:
+        """Return the name of the argument with the mask of the labels' tokens."""
+        is_encoder_decoder = getattr(self.module.config, "is_encoder_decoder", False)
+        return DECODER_MASK if is_encoder_decoder else "attention_mask"
 
     @property
     def _trains(self) -> bool:

@@ -52,7 +52,7 @@ def hides_padding(
 
 
 def warn_of_labels_after_padding(
-    kwargs: Mapping[str, Any], is_encoder_decoder: bool = False
+    kwargs: Mapping[str, Any], mask_argument: str = "attention_mask"
 ) -> bool:
     """Warn if a label is predicted at a position that can attend to no key, such as the last
     position of left padding. Return True if a warning was issued.
@@ -61,18 +61,17 @@ def warn_of_labels_after_padding(
     a position.
 
     Args:
-        kwargs: arguments of a forward with labels or shift_labels [B, T] and attention_mask [B, T].
+        kwargs: arguments of a forward with labels or shift_labels [B, T] and a mask [B, T].
             Masks of other shapes are ignored.
-        is_encoder_decoder: True if the labels are a decoder's, which are not shifted. The mask of
-            the labels' tokens is then decoder_attention_mask [B, T].
+        mask_argument: name of the mask of the labels' tokens. "decoder_attention_mask" is the
+            decoder's in an encoder-decoder, whose labels are not shifted.
     """
     labels = kwargs.get("labels")
-    if is_encoder_decoder:
-        mask = kwargs.get(DECODER_MASK)
+    mask = kwargs.get(mask_argument)
+    if mask_argument == DECODER_MASK:
         shifted = labels
         label = "the label at each position of the decoder's left padding"
     else:
-        mask = kwargs.get("attention_mask")
         shifted = kwargs.get("shift_labels")
         label = "the label of the first token after left padding"
         if shifted is None and labels is not None:

@@ -44,6 +44,7 @@ def half_precision_ratio(name, autocast, seed):
     return errors[0] / errors[1]
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("autocast", [True, False], ids=["autocast", "bfloat16"])
 def test_flipped_relus_are_rounding(autocast):
     """Rounding flips ReLUs of T5 in the test of a first call. This changes few outputs, but more of

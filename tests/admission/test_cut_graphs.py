@@ -127,6 +127,7 @@ CASES = [  # where, what, and why the layer runs whole; None: it streams
 ]
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize(
     ("module_name", "change", "reason"),
     thinned(CASES, lambda module_name, change, reason: not module_name or change is inference),

@@ -83,6 +83,7 @@ def streams_exactly(model, counts=False):
     assert not counts or first.reason.startswith(REASON_STORED_VALUES)
 
 
+@pytest.mark.fast(4)
 @pytest.mark.parametrize(
     ("how", "number", "trains"),
     thinned(

@@ -45,9 +45,7 @@ def paths(model):
     return {layer.path for layer in streambp.describe(model).layers}
 
 
-@pytest.mark.fast(
-    "tensorwise-bf16", "tensorwise, powers of two-float32", "rowwise, any scale-float32"
-)
+@pytest.mark.fast("rowwise, any scale-float32")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bf16"])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_kind_of_scale_decides(name, dtype):

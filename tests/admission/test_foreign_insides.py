@@ -111,7 +111,7 @@ def paths(model):
     return [layer.path for layer in streambp.describe(model).layers]
 
 
-@pytest.mark.fast(3)
+@pytest.mark.fast(12)
 @FLOAT64_ORACLE
 # Frozen layers are tried by their outputs alone: one hook and one forward show it.
 @pytest.mark.parametrize(
@@ -190,6 +190,7 @@ class Gated(torch.nn.Module):
         return self.inner(x * self.gate) * torch.sigmoid(x)
 
 
+@pytest.mark.fast(6)
 @FLOAT64_ORACLE
 @pytest.mark.parametrize(
     ("family", "mode"),
@@ -220,6 +221,7 @@ def test_token_by_token_streams(family, mode, trials):
     assert trials == [23] * list(paths(ours)).count("streams")
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize(
     ("family", "dtype"),
     thinned(
@@ -237,6 +239,7 @@ def test_rounding_is_no_difference(family, dtype):
     assert set(paths(model)) == {"streams"}
 
 
+@pytest.mark.fast(3)
 @FLOAT64_ORACLE
 @pytest.mark.parametrize("kind", ["collects", "collects if it is told to", "logs"])
 def test_who_only_looks_on_needs_no_trial(kind, trials):

@@ -121,7 +121,7 @@ STORE_FUNCTIONS = {
 }  # fmt: skip
 
 
-@pytest.mark.fast(4)
+@pytest.mark.fast(24)
 @pytest.mark.parametrize(
     ("way", "steps", "when"),
     thinned(
@@ -165,6 +165,7 @@ MUTANTS = {
 }
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("way", MUTANTS)
 def test_mutants_turn_these_red(way, monkeypatch):
     MUTANTS[way](monkeypatch)
@@ -217,6 +218,7 @@ LATER_STORES = {
 THREE_STEPS = (train, train, train)
 
 
+@pytest.mark.fast(4)
 @pytest.mark.parametrize("way", LATER_STORES)
 def test_later_steps_keep_what_the_unpatched_model_keeps(way):
     model = check(LATER_STORES[way], THREE_STEPS)

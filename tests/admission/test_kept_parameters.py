@@ -163,7 +163,7 @@ def check(way, situation):
     return {layer.path for layer in streambp.describe(ours).layers}
 
 
-@pytest.mark.fast("Hidden-first call", "Matrix-first call", "Trained-first call")
+@pytest.mark.fast("Trained-first call")
 @pytest.mark.parametrize(
     ("way", "situation"), [(way, situation) for way in FIRST for situation in SITUATIONS]
 )
@@ -298,7 +298,7 @@ RECORDS = {way.__name__: way for way in (
 )}  # fmt: skip
 
 
-@pytest.mark.fast("replaced_in_a_module-train-before", "written_in_a_hidden_module-evaluate-before")
+@pytest.mark.fast("replaced_in_a_module-train-before")
 @pytest.mark.parametrize(
     ("way", "steps", "when"),
     [(way, steps, when) for way in RECORDS for steps in STEPS for when in ("before", "later")],

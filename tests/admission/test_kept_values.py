@@ -468,7 +468,7 @@ def check(way, steps, when="before"):
     return models[1]
 
 
-@pytest.mark.fast(4)
+@pytest.mark.fast(12)
 @pytest.mark.parametrize(
     ("way", "steps", "when"),
     thinned(
@@ -602,7 +602,7 @@ def test_a_switch_out_of_sight(step):
     assert_same(expected_values, ours)
 
 
-@pytest.mark.fast(3)
+@pytest.mark.fast(12)
 @pytest.mark.parametrize("step", [train, evaluate])
 @pytest.mark.parametrize("way", SWITCHES)
 def test_a_recorder_that_is_switched_on_later(way, step):
@@ -717,7 +717,7 @@ def check_replay(store, signal, when):
     assert set(paths(models[1])) == {"checkpoints"}
 
 
-@pytest.mark.fast(3)
+@pytest.mark.fast(9)
 @pytest.mark.parametrize(
     ("store", "signal", "when"),
     thinned(
@@ -910,6 +910,7 @@ def chunks_are_not_watched(monkeypatch):
     )
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize(
     ("mutant", "test"),
     [

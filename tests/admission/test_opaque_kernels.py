@@ -131,7 +131,7 @@ def refusal(family, kernels, saves, split):
     return None
 
 
-@pytest.mark.fast(3)
+@pytest.mark.fast(15)
 @pytest.mark.parametrize(("family", "kernels", "saves", "offload", "split"), rows())
 def test_gradients_are_exact_or_refused_at_the_first_call(
     family, kernels, saves, offload, split, float64, monkeypatch
@@ -223,6 +223,7 @@ class TestAttentionsOutput:
         stock.set_attn_implementation("eager")
         return stock
 
+    @pytest.mark.fast(3)
     @pytest.mark.parametrize("settings", [{}, {"saves": ("kv",)}, {"offload": "auto"}], ids=str)
     def test_is_recomputed(self, stock, settings):
         off, ours = error(stock, steps=2, **settings)
@@ -335,7 +336,7 @@ MUTANTS = {
 }  # fmt: skip
 
 
-@pytest.mark.fast(3)
+@pytest.mark.fast(9)
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutants_turn_gradients_wrong(name, float64, monkeypatch):
     owner, attribute, mutant, family, kernels, settings = MUTANTS[name]

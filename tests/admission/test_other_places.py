@@ -214,6 +214,7 @@ def check(way, case):
     assert {layer.path for layer in streambp.describe(ours).layers} == {path}
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize(
     ("way", "case"),
     thinned(
@@ -338,6 +339,7 @@ MUTANTS = {
 }
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("way", MUTANTS)
 def test_mutants_turn_these_red(way, monkeypatch):
     MUTANTS[way](monkeypatch)

@@ -129,6 +129,7 @@ def power_iterations(how):
     return change
 
 
+@pytest.mark.fast(4)
 @pytest.mark.parametrize(
     "change",
     [
@@ -171,7 +172,7 @@ def test_buffers_that_are_only_read_stream(float64_oracle):
     assert paths(ours) == {"streams"}
 
 
-@pytest.mark.fast("64")
+@pytest.mark.full
 @pytest.mark.parametrize("chunk_size", [5, 64])
 def test_an_auxiliary_loss_in_an_attribute(chunk_size, float64_oracle):
     """A first call in eval mode, where there is none, must not decide for the others."""
@@ -212,7 +213,7 @@ def step_with_hooks(model, batch, collected=None):
     return {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
-@pytest.mark.fast("False")
+@pytest.mark.full
 @pytest.mark.parametrize("runs_step_first", [False, True])
 def test_a_loss_of_what_hooks_collect(runs_step_first, float64_oracle):
     """They see the sequence once, and nothing of the trial is left with them."""
@@ -226,6 +227,7 @@ def test_a_loss_of_what_hooks_collect(runs_step_first, float64_oracle):
     assert paths(ours) == {"streams"}
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("runs_step_first", [False, True])
 def test_a_loss_of_what_hooks_collect_out_of_sight(runs_step_first, float64_oracle):
     """What a queue holds of the trial cannot be taken out: it raises by name."""
@@ -289,6 +291,7 @@ def test_mixing_less_than_half_precision_rounds(by, graph):
     assert paths(ours) == {"checkpoints"}
 
 
+@pytest.mark.full
 def test_the_trial_leaves_parameters_buffers_and_random_numbers_alone():
     _, ours = pair(around_mlp(Counted), torch.float32)
     previous_values = {
@@ -328,6 +331,7 @@ def in_eval_mode(monkeypatch):
     monkeypatch.setattr(probe, "_try_isolated_chunks", evaluated)
 
 
+@pytest.mark.fast(4)
 @pytest.mark.parametrize(
     ("mutant", "test"),
     [

@@ -571,6 +571,7 @@ def results(model, calls):
     return tensors
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize(
     ("way", "case"),
     thinned(
@@ -664,6 +665,7 @@ class Recording(nn.Module):
         return self.inner(x)
 
 
+@pytest.mark.full
 def test_a_recorder_sees_the_batch_alone(monkeypatch):
     """At a first step, and at a first evaluation after steps."""
     monkeypatch.setattr(snapshot, "MAX_COPIED_ELEMENTS", 64)
@@ -678,6 +680,7 @@ def test_a_recorder_sees_the_batch_alone(monkeypatch):
         assert int(our_layer.mlp.large.sum()) == int(stock_layer.mlp.large.sum())
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("way", ["class", "closure", "global dict"])
 def test_a_count_without_data_leaves_nothing(way):
     """The planner runs a copy, which has the classes and functions of the model."""
@@ -825,6 +828,7 @@ def test_parameters_without_shapes_are_refused():
     assert worst_error(results(ours, calls), results(stock, calls)) <= MAX_FLOAT64_ERROR
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize(
     ("mutant", "test"),
     [

@@ -121,6 +121,7 @@ def run_lines(lines):
     return json.loads(result.stdout)
 
 
+@pytest.mark.full
 def test_each_bad_line_gets_one_line_and_needs_no_torch():
     results = run_lines(list(INVALID_VALUES))
     assert len(results) == len(INVALID_VALUES) >= 95
@@ -141,6 +142,7 @@ def test_help_and_version_need_no_torch():
         assert printed
 
 
+@pytest.mark.full
 def test_help_pages_say_what_a_flag_takes():
     """A flag takes no value, and each setting has the words that its documentation begins with."""
     pages = {}
@@ -176,6 +178,7 @@ def test_the_environment_is_told(capsys):
     assert f"transformers: {facts['transformers']}" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_what_other_libraries_print_goes_to_stderr(monkeypatch, tmp_path, capsys):
     load = AutoModelForCausalLM.from_pretrained
 

@@ -39,6 +39,7 @@ WAITING = "import time; print('waits', flush=True); time.sleep(600)"
 PLAN = ("plan", "m", "--gpu-memory", "8GiB")
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize(
     ("module", "words"),
     [

@@ -98,6 +98,7 @@ def check(cases):
     return rows
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize(
     "engine", ["fsdp2", "zero-2", pytest.param("zero-3", marks=pytest.mark.full)]
 )
@@ -143,7 +144,7 @@ def test_without_its_cure(mutant):
         assert any(DifferentError.__name__ in output for output in outputs), outputs[0][-2000:]
 
 
-@pytest.mark.fast("zero-3")
+@pytest.mark.full
 @pytest.mark.parametrize("engine", ENGINES)
 def test_some_decisions(engine):
     combinations = [
@@ -161,7 +162,7 @@ NO_LABELS = [
 ]  # fmt: skip
 
 
-@pytest.mark.fast("ddp", "zero-3")
+@pytest.mark.fast("ddp")
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_rank_without_labels(engine):
     """Its gradients are zero, as unpatched, and the other rank's weights stay finite."""
@@ -175,7 +176,7 @@ MODEL_CASES = {
 }
 
 
-@pytest.mark.fast("head saved-fsdp2")
+@pytest.mark.full
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("kind", MODEL_CASES)
 def test_a_rank_without_labels_of_other_models(kind, engine):
@@ -194,6 +195,7 @@ MUTANT_CASES = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("engine", MUTANT_CASES)
 def test_zeros_that_are_scaled_turn_that_red(engine):
     check_spoiled(engine, {})
@@ -215,7 +217,7 @@ def check_spoiled(engine, changes):
     )
 
 
-@pytest.mark.fast("ddp")
+@pytest.mark.full
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_rank_with_padding_and_one_without(engine):
     """As rows="packed" and rows="auto" take a batch, with labels and lazy logits; and two ranks
@@ -300,6 +302,7 @@ def main():
     time.sleep(HANG)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(ranks.TRACEBACK_SIGNAL is None, reason="this system has no signal for it")
 def test_a_rank_whose_time_is_over_says_where_it_is(tmp_path):
     output = tmp_path / "output"

@@ -287,7 +287,7 @@ SAVES_CASES = {  # ranks that decide alike, and not
 }
 
 
-@pytest.mark.fast("ddp")
+@pytest.mark.full
 @pytest.mark.parametrize("engine", SAVES_CASES)
 def test_each_rank_saves_what_fits_it(engine):
     """From the first step on, by a count of the logical parameters. What is saved changes no

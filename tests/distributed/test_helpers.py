@@ -274,6 +274,7 @@ def check(library, settings, ranks=2):
             assert row["in"] == where, (setting, row)
 
 
+@pytest.mark.full
 def test_an_optimizer_in_backward():
     check("torch", [case("optimizer_in_backward", "ddp", order) for order in ORDERS[::2]])
 

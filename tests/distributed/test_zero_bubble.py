@@ -93,6 +93,7 @@ def message(stage="no loss", trained="all"):
 CASES = [*((stage, "all") for stage in STAGES), *((name, "head alone") for name in [*STAGES][:-1])]
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize(("stage", "trained"), CASES)
 def test_each_stage_names_them(stage, trained, float64_oracle):
     """A second pass through the head alone gave no gradients where a program computes its loss."""

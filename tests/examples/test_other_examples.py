@@ -29,6 +29,7 @@ LAYERS = {
 }  # fmt: skip
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("name", list(LAYERS))
 def test_two_steps(name, tmp_path):
     chunk = 3 if name == "encoder_decoder" else 4  # its decoder reads four tokens

@@ -70,11 +70,13 @@ def check(store, monkeypatch):
     torch.testing.assert_close(results, expected, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.fast(6)
 @pytest.mark.parametrize("store", STORE_FUNCTIONS)
 def test_each_entry_of_a_layer_that_runs_whole(store, monkeypatch):
     check(store, monkeypatch)
 
 
+@pytest.mark.fast(6)
 @pytest.mark.parametrize("store", STORE_FUNCTIONS)
 def test_mutant_restores_the_last_entries_alone(store, monkeypatch):
     for module in (holders, memory):

@@ -280,7 +280,7 @@ def with_more(layer):
     layer.self_attn.register_forward_pre_hook(reads_both)
 
 
-@pytest.mark.fast(3)
+@pytest.mark.fast(21)
 @pytest.mark.parametrize(
     ("runs", "change"),
     thinned(
@@ -358,6 +358,7 @@ def looked(passed):
     assert passed is not None
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("runs", ["streams", "checkpoints"])
 def test_hooks_that_only_look_may_go_before_backward(runs, monkeypatch):
     if runs == "checkpoints":
@@ -410,6 +411,7 @@ class AddingUp(Leaving):
         return y
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("runs", ["streams", "checkpoints"])
 def test_what_the_forward_itself_changes_is_no_alarm(runs, monkeypatch):
     """Six steps of two batches each, one and both before backward, with two annealed numbers."""
@@ -465,6 +467,7 @@ class Mixing(Wrapped):
         return self.inner(x + 0.5 * torch.roll(x, 1, 1))
 
 
+@pytest.mark.full
 def test_copies_of_a_model_after_steps(monkeypatch):
     stock, ours = pair(around_mlp(Leaving))
     batch = make_batch("plain")
@@ -618,6 +621,7 @@ def collecting(layer, how):
     return start, collected
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("how", ["closure", "global", "queue"])
 def test_a_hook_that_starts_to_collect(how):
     """Where the switch is out of sight one step raises; from then on it is exact."""
@@ -878,7 +882,7 @@ def constant(monkeypatch):
         )
 
 
-@pytest.mark.fast(3)
+@pytest.mark.fast(21)
 @pytest.mark.parametrize(
     "test",
     [
@@ -955,7 +959,7 @@ def copies_know_the_original(monkeypatch):
     monkeypatch.setattr(fingerprint.Fingerprint, "__copy__", lambda self: self, raising=False)
 
 
-@pytest.mark.fast(4)
+@pytest.mark.fast(8)
 @pytest.mark.parametrize(
     ("mutant", "test"),
     [

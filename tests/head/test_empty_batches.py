@@ -124,14 +124,7 @@ def check_like_unpatched(our_gradients, expected, by_entry):
         )
 
 
-@pytest.mark.fast(
-    "one pass-full",
-    "one pass-tied",
-    "lazy-head saved",
-    "two passes-full",
-    "default-full",
-    "packed-full",
-)
+@pytest.mark.fast("default-full")
 @pytest.mark.parametrize("setup", MODELS)
 @pytest.mark.parametrize("path", SETTINGS)
 def test_gradients_are_finite_where_unpatched_ones_are(path, setup, float64_oracle):
@@ -344,6 +337,7 @@ MUTANTS = {
 }  # fmt: skip
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_mutant_turns_a_test_red(mutant, monkeypatch, float64_oracle):
     spoil, run = MUTANTS[mutant]

@@ -126,6 +126,7 @@ def check(change, when="before patch"):
         assert worst_error(our_step, expected_step) <= MAX_FLOAT64_ERROR
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("when", ["before patch", "after patch", "lazily"])
 @pytest.mark.parametrize("kind", NORMS)
 def test_a_final_norm_of_others(kind, when):

@@ -137,6 +137,7 @@ def trained(model, kind, folder, loss_only):
     return loss, {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
+@pytest.mark.fast(4)
 @pytest.mark.parametrize("loss_only", [True, False])
 @pytest.mark.parametrize("kind", [OwnLoss, Reading])
 def test_a_trainers_own_loss(kind, loss_only, tmp_path, float64_oracle):

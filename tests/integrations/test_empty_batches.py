@@ -95,6 +95,7 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("kind", CASES)
 def test_weights_are_those_of_trl(kind, tmp_path):
     stock, streamed, data, settings = CASES[kind]

@@ -200,9 +200,7 @@ def cases():
                 yield pytest.param(name, form, marks=skip)
 
 
-@pytest.mark.fast(
-    "bart-accumulation", "t5-lazy label smoothing", "whisper-generation", "paligemma-plain"
-)
+@pytest.mark.fast("paligemma-plain")
 @pytest.mark.parametrize(("name", "form"), list(cases()))
 def test_ten_steps(name, form, tmp_path):
     check(name, form, tmp_path)

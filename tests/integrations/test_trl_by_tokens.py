@@ -77,6 +77,7 @@ def test_sft_by_tokens(tmp_path, steps_seen):
     assert created_trainer.accelerator.even_batches  # for the loaders that come after
 
 
+@pytest.mark.full
 def test_training_goes_on_where_it_was_left(tmp_path, steps_seen):
     """In the middle of the second epoch, which has another order than the first."""
     settings = {

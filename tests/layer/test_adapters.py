@@ -71,6 +71,7 @@ def check(stock, calls, mode="left-padded", ours=None, **settings):
     return served
 
 
+@pytest.mark.fast(4)
 @pytest.mark.parametrize(
     ("saves", "offload", "chunk", "mode"),
     thinned(
@@ -128,6 +129,7 @@ COVERED_ADAPTERS = {
 }
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize(
     "name", thinned(COVERED_ADAPTERS, lambda name: name in ("two active", "base weights trained"))
 )
@@ -182,6 +184,7 @@ FALLBACK_ADAPTERS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", thinned(FALLBACK_ADAPTERS, lambda name: name == "DoRA"))
 def test_what_falls_back_is_peft_to_the_bit(name, calls):
     settings, change, dtype, why = FALLBACK_ADAPTERS[name]
@@ -220,6 +223,7 @@ def with_adapters_in(dtype, seed=0):
     return stock
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("name", FALLS_BACK_IN_A_CALL)
 def test_what_falls_back_in_a_call_is_named(name, calls):
     dtype, autocast, why = FALLS_BACK_IN_A_CALL[name]
@@ -326,6 +330,7 @@ def test_own_kernels_are_peft_to_the_bit(calls):
     )
 
 
+@pytest.mark.full
 def test_adapters_that_change_between_steps(calls, float64_oracle):
     """Each step is that of the unpatched model as it is then, and `unpatch` leaves nothing
     behind."""
@@ -459,6 +464,7 @@ def check_once(monkeypatch):
     assert all(torch.equal(our_gradients[name], gradient) for name, gradient in expected.items())
 
 
+@pytest.mark.full
 def test_factors_are_made_once_a_step(monkeypatch):
     """For all chunks, forward and backward: to the bit as if each pass had made its own."""
     check_once(monkeypatch)
@@ -482,6 +488,7 @@ def check_freed(monkeypatch, ends=None, **settings):
     assert not any(reference() is not None for reference in references)
 
 
+@pytest.mark.fast(4)
 @pytest.mark.parametrize("ends", [None, "graph retained", "no backward", "no grad"])
 def test_no_factor_stays_alive_after_a_step(ends, monkeypatch):
     """Though the program holds its loss."""
@@ -513,6 +520,7 @@ def engines_are_overlooked(monkeypatch):
     monkeypatch.setattr(call.LayerCall, "_can_keep_factors", lambda self: True)
 
 
+@pytest.mark.fast(4)
 @pytest.mark.parametrize(
     ("mutant", "failing_check"),
     [

@@ -204,6 +204,7 @@ def test_kernels_in_autocast_are_seen(monkeypatch):
     assert True in scores_in_autocast(monkeypatch)
 
 
+@pytest.mark.full
 def test_windows_under_autocast_are_as_precise_as_unpatched():
     """Their edges are attended by plain products, beside fused kernels that are handed the
     logsumexp of both."""

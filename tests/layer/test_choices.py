@@ -82,6 +82,7 @@ def paths(model):
     return {layer.path for layer in streambp.describe(model).layers}
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_tie_in_the_router_refuses_nothing(family, precision, monkeypatch):
@@ -192,7 +193,7 @@ OTHER_FAMILIES = (
 )  # fmt: skip
 
 
-@pytest.mark.fast(4)
+@pytest.mark.fast(12)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("mutant", OTHER_FAMILIES)

@@ -106,12 +106,7 @@ COMPILE_TIMES = ("before patch", "after patch", "between steps")
 BACKENDS = ("eager", "aot_eager", "inductor")
 
 
-@pytest.mark.fast(
-    "before patch-None-aot_eager",
-    "after patch-None-eager",
-    "between steps-True-eager",
-    "before patch-False-eager",
-)
+@pytest.mark.fast("before patch-False-eager")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dynamic", [None, True, False])
 @pytest.mark.parametrize("when", COMPILE_TIMES)
@@ -148,6 +143,7 @@ def test_settings_with_compiled_modules(saves, offload):
     assert runs > 0
 
 
+@pytest.mark.full
 @needs_names_in_graphs
 def test_whole_attention_compiled_breaks_at_the_blocks():
     counted = CountingBackend("eager")
@@ -177,6 +173,7 @@ def test_compiled_attention_is_refused_where_the_compiler_fails(monkeypatch):
     gradients(model, **make_batch("plain", LENGTH))
 
 
+@pytest.mark.full
 def test_the_mutant_of_the_refusal_is_seen(monkeypatch):
     monkeypatch.setattr(entry, "refuse_compiled_attention", lambda layer: None)
     with pytest.raises((pytest.fail.Exception, RuntimeError)):
@@ -260,6 +257,7 @@ def test_describe_names_what_runs_compiled():
     assert "mlp run compiled" in str(streambp.describe(model))
 
 
+@pytest.mark.full
 def test_mutant_trials_that_compile(monkeypatch):
     """Compiled for each of its few tokens, a trial takes graphs of the eight that torch allows."""
     seeded(3)

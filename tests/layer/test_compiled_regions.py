@@ -56,6 +56,7 @@ def compiler_of(model):
     return model._streambp.fused.compiler
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("family", "backend"),
     [
@@ -230,7 +231,7 @@ def directional(model, batch, seed, step=1e-6):
     )
 
 
-@pytest.mark.fast("eager")
+@pytest.mark.full
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
 def test_dropout_in_compiled_code_draws_the_same_again(backend, monkeypatch):
     """Of a module that a user compiles: none of ours has dropout."""
@@ -309,6 +310,7 @@ def test_verify_compares_both_with_regions(monkeypatch):
     assert True in with_regions
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", ["gemma4_text", "gptj"])
 def test_a_rotation_of_one_tensor_stays_the_models(family, float64_oracle):
     stock, batch = zoo.build(family), make_batch("plain")

@@ -244,6 +244,7 @@ FAST_CELLS = (
 )
 
 
+@pytest.mark.fast(7)
 @pytest.mark.parametrize(
     ("family", "base", "adapters", "settings"), thinned(CELLS, lambda *cell: cell in FAST_CELLS)
 )
@@ -300,6 +301,7 @@ MUTANTS = (
 )
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize(
     ("mutant", "cell"),
     thinned(MUTANTS, lambda mutant, cell: cell[0] == "mixtral"),

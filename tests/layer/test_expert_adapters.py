@@ -159,6 +159,7 @@ def exact(request):
     return lift
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize(
     ("family", "implementation", "settings"), thinned(ROWS, lambda *row: row in FAST_CASES)
 )
@@ -351,6 +352,7 @@ def test_mutant_that_takes_another_function(float64_oracle, monkeypatch):
         test_another_function_for_linears(None, monkeypatch)
 
 
+@pytest.mark.full
 def test_an_operation_on_the_whole_weight(float64_oracle, monkeypatch):
     """It gets peft's weight, and its gradient goes to the factors."""
     from transformers.models.mixtral import modeling_mixtral
@@ -402,6 +404,7 @@ def test_an_autograd_function_on_a_weight(float64_oracle, monkeypatch):
     assert "as inside an autograd function" in with_an_autograd_function(monkeypatch)
 
 
+@pytest.mark.full
 def test_mutant_that_loses_a_functions_gradient(float64_oracle, monkeypatch):
     monkeypatch.setattr(expert_adapters, "_refuse_without_graph", lambda *_: None)
     with pytest.raises(AssertionError):

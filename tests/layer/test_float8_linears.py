@@ -84,7 +84,7 @@ def count(model, module=stand_in):
     return len(casts)
 
 
-@pytest.mark.fast("3-rowwise", "1-tensorwise")
+@pytest.mark.fast("1-tensorwise")
 @pytest.mark.parametrize("scales", SCALES)
 @pytest.mark.parametrize("chunks", CHUNKS)
 def test_casts_of_a_step(scales, chunks):
@@ -135,6 +135,7 @@ def expected_step(scales, case):
         return step_of(scales, case)
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("scales", SCALES)
 def test_losses_and_gradients_are_equal_to_the_bit(scales, case):
@@ -181,6 +182,7 @@ def test_no_cast_survives_a_step(update):
     assert_equal(step_after(update), expected_after(update))
 
 
+@pytest.mark.full
 def test_a_copy_of_a_patched_model_casts_its_own_weights():
     model = patched(build())
     gradients(model, **batch_of())

@@ -41,6 +41,7 @@ def watching(register):
         handle.remove()
 
 
+@pytest.mark.fast(4)
 @pytest.mark.parametrize(
     "register", [register_module_forward_hook, register_module_forward_pre_hook]
 )

@@ -55,6 +55,7 @@ def model_of(kind, names):
 ALL_LINEARS = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 
 
+@pytest.mark.fast(4)
 @pytest.mark.parametrize(
     ("kind", "names", "saved"),
     [

@@ -131,6 +131,7 @@ def parametrizations(model):
     return modules
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize(
     ("family", "implementation", "settings"), thinned(ROWS, lambda *row: row in FAST_CASES)
 )
@@ -158,6 +159,7 @@ def test_two_active_adapters(exact):
     check("gpt_oss", "eager", change=both_active)
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
 def test_calls_that_do_not_stream(implementation, exact):
     """Evaluation, switched-off adapters, and layers for which peft's code is asked."""
@@ -214,6 +216,7 @@ def test_experts_that_are_packed_after_patch_are_refused():
         gradients(ours, **batch_of())
 
 
+@pytest.mark.full
 def test_an_error_in_a_step_leaves_the_model_usable(float64_oracle, monkeypatch):
     stock = adapted_experts("gpt_oss", torch.float64, "eager")
     ours = streamed(in_4_bits(stock))
@@ -238,6 +241,7 @@ def test_an_error_in_a_step_leaves_the_model_usable(float64_oracle, monkeypatch)
     assert all(torch.equal(later_step[1][name], value) for name, value in first_step[1].items())
 
 
+@pytest.mark.full
 def test_bfloat16_is_the_decoded_models(exact):
     """The sum has the bytes of peft's sum of the decoded weight: losses agree to the bit, and the
     gradients with those of the same chunks on decoded weights."""
@@ -249,12 +253,14 @@ def test_bfloat16_is_the_decoded_models(exact):
     assert relative_l2(computed[1], expected[1]) == 0
 
 
+@pytest.mark.full
 def test_mutant_decoded_in_each_chunk(monkeypatch):
     monkeypatch.setattr(expert_adapters.FactoredExperts, "_is_made_of", lambda *_: False)
     with pytest.raises(AssertionError):
         test_cover("qwen3_moe", "grouped_mm", "chunks", lambda implementation: None)
 
 
+@pytest.mark.full
 def test_mutant_that_reads_torchs_cache(monkeypatch, exact):
     namespace = SimpleNamespace(
         is_parametrized=parametrize.is_parametrized, _cache={}, _cache_enabled=0
@@ -264,6 +270,7 @@ def test_mutant_that_reads_torchs_cache(monkeypatch, exact):
         test_calls_that_do_not_stream("eager", exact)
 
 
+@pytest.mark.full
 def test_mutant_by_pefts_own_activation(monkeypatch, exact):
     monkeypatch.setattr(patching, "activate_packed", lambda model: None)
     monkeypatch.setattr(expert_adapters, "ADAPTER_ACTIVATION", "training")

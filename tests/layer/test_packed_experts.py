@@ -144,6 +144,7 @@ FAST_CASES = (
 )
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize(
     ("family", "implementation", "settings"), thinned(ROWS, lambda *row: row in FAST_CASES)
 )
@@ -161,10 +162,12 @@ def test_bitsandbytes(family, implementation):
     assert check(family, implementation, packs=by_bitsandbytes) == 2 * WEIGHTS
 
 
+@pytest.mark.full
 def test_float64(float64_oracle):
     check("gpt_oss", "eager", dtype=torch.float64)
 
 
+@pytest.mark.full
 def test_an_error_in_a_step_leaves_the_model_usable(monkeypatch):
     stock, _ = packed_model("mixtral", torch.float32, "eager")
     ours = streambp.patch(stock, streambp.StreamConfig(chunk_size=8, unpatched_runs=False))
@@ -231,6 +234,7 @@ def test_mutant_that_takes_mxfp4(monkeypatch):
     streambp.patch(in_mxfp4())
 
 
+@pytest.mark.full
 def test_mutant_decoded_in_every_call(monkeypatch):
     monkeypatch.setattr(packed_experts, "packed_weights", lambda layer: [])
     with pytest.raises(AssertionError):

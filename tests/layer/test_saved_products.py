@@ -55,7 +55,7 @@ def check(model, saves, **settings):
     return computed_with_saves / computed
 
 
-@pytest.mark.fast(2)
+@pytest.mark.fast(6)
 @pytest.mark.parametrize(
     ("saves", "offload"),
     [

@@ -120,7 +120,7 @@ def changed_within(change, saves=(), steps=1, dtype=torch.float64, family="qwen3
     return model, loss
 
 
-@pytest.mark.fast(3)
+@pytest.mark.fast(9)
 @pytest.mark.usefixtures("float64_oracle")
 @pytest.mark.parametrize(
     ("change", "saves", "steps"), itertools.product(STEP_CHANGES, SAVES, (0, 1))
@@ -209,6 +209,7 @@ class Split(nn.Module):
         )
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize(("off", "raises"), [(0.0, False), (16.0, True)])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_another_order_of_adding_up_is_no_alarm(dtype, off, raises):
@@ -478,6 +479,7 @@ def test_mutants_turn_these_red(mutant, test, monkeypatch):
         test()
 
 
+@pytest.mark.fast(2)
 @pytest.mark.usefixtures("float64_oracle")
 @pytest.mark.parametrize("mutant", [no_inputs_of_saved_products, nothing_of_attention])
 def test_saved_values_need_their_inputs_compared(mutant, monkeypatch):

@@ -212,7 +212,7 @@ def green(run):
     run()
 
 
-@pytest.mark.fast(3)
+@pytest.mark.fast(9)
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutant_turns_a_test_red(name, monkeypatch):
     owner, attribute, mutant, run = MUTANTS[name]

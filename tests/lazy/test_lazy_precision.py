@@ -35,6 +35,7 @@ def errors(loss):
         yield relative_l2(ours, truth), relative_l2(stock, truth)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "in_float32"),
     [

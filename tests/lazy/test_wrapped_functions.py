@@ -230,6 +230,7 @@ def models():
     MODELS.clear()
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize(
     ("labelled", "moment", "names"),
     [

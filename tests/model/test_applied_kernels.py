@@ -48,6 +48,7 @@ def test_kernels_of_other_packages_are_named(liger):
     assert fused_layers.fused_modules(ours.model.layers[0])
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("kernels", ["own", "liger"])
 def test_a_trainer_that_applies_them_to_a_patched_model(kernels, liger, monkeypatch, tmp_path):
     """transformers' `use_liger_kernel`, which TRL, axolotl and ms-swift hand on."""

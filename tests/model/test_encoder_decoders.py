@@ -169,7 +169,7 @@ def check(name, source=19, implementation="sdpa", **settings):
     return described
 
 
-@pytest.mark.fast(2)
+@pytest.mark.fast(6)
 @pytest.mark.parametrize("settings", [{}, {"saves": ("attn_out",), "offload": "cpu"}], ids=str)
 @pytest.mark.parametrize("source", [LENGTH, 19], ids=["equal lengths", "other lengths"])
 @pytest.mark.parametrize("name", list(MODEL_BUILDERS))

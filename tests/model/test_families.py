@@ -126,7 +126,7 @@ def check(name, **changes):
     return ours
 
 
-@pytest.mark.fast(4)
+@pytest.mark.fast(28)
 @pytest.mark.parametrize("name", SAMPLE)
 def test_sample_is_exact(name):
     """Padding on the left and documents in a row: what the other modes ask of a layer is a part of

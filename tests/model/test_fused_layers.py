@@ -89,6 +89,7 @@ SMALL_CONFIGS = {
 }  # fmt: skip
 
 
+@pytest.mark.fast(3)
 @needs_states
 @pytest.mark.parametrize(
     ("family", "kernels", "saves", "offload"),

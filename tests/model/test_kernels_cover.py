@@ -126,6 +126,7 @@ def with_kernels(model, config):
     return model
 
 
+@pytest.mark.fast(2)
 @needs_states
 @pytest.mark.parametrize(
     ("family", "by", "saves", "offload", "training", "dtype"),

@@ -478,6 +478,7 @@ def launched(monkeypatch):
     return module.Trainer
 
 
+@pytest.mark.full
 def test_under_launch(launched, lines, tmp_path, capsys):
     reports = Reports()
     trainer = launched(

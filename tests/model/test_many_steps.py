@@ -28,6 +28,7 @@ def test_objects_and_calls_of_a_step_stay(mode):
     check(mode, 400)
 
 
+@pytest.mark.full
 def test_a_leak_is_found(monkeypatch):
     leak, real = [], many_steps.trained
 

@@ -115,6 +115,7 @@ def gradients(model, forward, value, backward):
     return sum(loss.detach() for loss in losses), grads
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize(
     "separately",
     [False, pytest.param(True, marks=pytest.mark.full)],

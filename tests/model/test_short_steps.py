@@ -98,6 +98,7 @@ def rows_of_a_process():
     return json.loads(process.stdout.splitlines()[-1])
 
 
+@pytest.mark.full
 def test_a_layer_that_runs_unpatched_asks_torch_for_nothing_more():
     rows = rows_of_a_process()
     dispatches, calls = rows["unpatched"]

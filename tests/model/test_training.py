@@ -32,6 +32,7 @@ def compare(stock, config=CONFIG, mode="plain", bar=1e-10, **batch):
     return grads
 
 
+@pytest.mark.fast(4)
 @pytest.mark.parametrize("patch_first", [True, False])
 @pytest.mark.parametrize("saves", [(), ("attn_out", "kv")])
 def test_lora(patch_first, saves, float64_oracle):

@@ -216,6 +216,7 @@ def test_statistics_are_those_of_the_unpatched_model(case, trial_counts, monkeyp
     statistics(case, trial_counts)
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("forget", [LayerTests, streambp])
 def test_without_it_they_keep_the_trials(forget, trial_counts, monkeypatch):
     """Mutants: what is known is not taken over, and no warm-up at all."""
@@ -277,6 +278,7 @@ class CountingModule(nn.Module):
         return self.inner(x) * (1 + 1e-3 * noise)
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("grads_before", ["no gradients", "gradients"])
 def test_nothing_stays(grads_before):
     model = build("llama")
@@ -396,6 +398,7 @@ def test_a_hook_that_changes_something_is_told_and_tried(grad):
     assert worst_error(grads, expected) <= MAX_FLOAT64_ERROR
 
 
+@pytest.mark.full
 def test_a_hook_that_keeps_its_graph_is_told_and_runs_whole():
     stock, ours = build("llama"), streambp.patch(build("llama"), CHUNKS)
     batch, outputs = make_batch("plain"), []
@@ -415,6 +418,7 @@ def test_a_hook_that_keeps_its_graph_is_told_and_runs_whole():
     assert worst_error(a_step(ours, batch, loss), expected) <= MAX_FLOAT64_ERROR
 
 
+@pytest.mark.full
 def test_hooks_that_see_trials_are_named_once():
     model = streambp.patch(build("llama"), CHUNKS)
     statistics = Statistics(model)

@@ -18,7 +18,7 @@ from tests.what_programs_do import OUTCOME_WRONG, PROGRAMS, outcome
 pytestmark = pytest.mark.usefixtures("float64_oracle")
 
 
-@pytest.mark.fast(3)
+@pytest.mark.fast(9)
 @pytest.mark.parametrize(
     "program", PROGRAMS, ids=lambda program: f"{program.when}: {program.action}"
 )

@@ -125,6 +125,7 @@ def check(around, config, how):
     assert not any("forward" in module.__dict__ for module in inner.modules())
 
 
+@pytest.mark.fast(6)
 @pytest.mark.parametrize("around", WRAPPERS)
 def test_a_copied_part_has_that_part_alone(around):
     check(around, "chunks", "deepcopy")

@@ -49,7 +49,7 @@ def test_last_layers_stay_while_the_device_has_room(layers):
     assert "on the device" in str(streambp.describe(model))
 
 
-@pytest.mark.fast("None")
+@pytest.mark.full
 @pytest.mark.parametrize("gpu_memory", [None, 1, "1GiB"])
 def test_products_are_moved_or_stay(gpu_memory):
     saves = ("attn_out", "mlp.*", "self_attn.?_proj")

@@ -157,6 +157,7 @@ REFUSALS = (
 )
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("refusal", REFUSALS, ids=["allocator", "python", "pinning"])
 @pytest.mark.parametrize("on_host_full", ["keep", "recompute", "raise"])
 @pytest.mark.parametrize("granted", [0, 1, 3])

@@ -176,6 +176,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", thinned(list(OPTIMIZERS), lambda name: name == "fused AdamW"))
 def test_an_optimizer_in_backward_is_one_after_it(name):
     model, make = full(), OPTIMIZERS[name]

@@ -177,6 +177,7 @@ def through(pair, make, count):
 FULL_MARK = pytest.mark.full
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("chunk_size", "positions"),
     [(5, 3), pytest.param(5, 16, marks=FULL_MARK), pytest.param(LENGTH, 16, marks=FULL_MARK)],
@@ -196,6 +197,7 @@ def test_a_limit_that_shrinks_within_a_step(chunk_size, positions):
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("chunk_size", "positions"),
     [(5, 3), pytest.param(5, 24, marks=FULL_MARK), pytest.param(LENGTH, 24, marks=FULL_MARK)],
@@ -303,6 +305,7 @@ def scan(chunk_size, length=LENGTH, headrooms=FREE_BYTES, stride=1):
     return ended
 
 
+@pytest.mark.fast(2)
 @pytest.mark.usefixtures("float64_oracle")
 @pytest.mark.parametrize(
     ("chunk_size", "length", "headrooms", "stride"),

@@ -92,6 +92,7 @@ def some(family, saves):
     return saves == ("attn_out", "*") or (family == "qwen3" and len(saves) > 1)
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize(("family", "saves"), sampled(some, FAMILIES, SAVES))
 def test_one_read_at_most_is_late_and_nothing_is_left(family, saves):
     copies = copies_of_a_step(offloaded(saves, zoo.build(family, torch.float32)))
@@ -128,6 +129,7 @@ def test_with_tiles_nothing_is_left(saves):
     assert tiled.late_reads < chunks.late_reads  # whose attention visits them once more
 
 
+@pytest.mark.fast(5)
 @pytest.mark.parametrize("lost", ["k.0", "v.0", "attn_out.0", "lse.0", "product.mlp.up_proj#0"])
 def test_a_host_with_room_for_a_part(lost, monkeypatch):
     """One of two that belong together is not on the host: both are computed again, and the other

@@ -92,7 +92,7 @@ def errors_at(pair, kind, positions, stride=None):
     return raised
 
 
-@pytest.mark.fast("triton", "pluggable")
+@pytest.mark.fast("triton")
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_is_let_go_of_and_computed_again(kind):
     assert len(errors_at(Pair(5).warmed(), kind, 3)) <= 1  # the embedding's
@@ -145,6 +145,7 @@ class FailsFirst:
         return self.real(*args)
 
 
+@pytest.mark.full
 def test_the_heads_gradient_takes_the_place_of_saves(monkeypatch):
     """Its sum is in float32, and needs another tensor in the weight's dtype."""
     models = [build("qwen3", num_hidden_layers=2).bfloat16() for _ in range(2)]
@@ -166,6 +167,7 @@ def test_a_head_that_does_not_ask_for_saves_is_seen(monkeypatch):
         test_the_heads_gradient_takes_the_place_of_saves(monkeypatch)
 
 
+@pytest.mark.full
 def test_errors_that_only_torch_knows_are_seen(monkeypatch):
     """As it was: the step fails, although saves are there to be let go of."""
     for module in (streambp.layer.oom, streambp.layer.function):

@@ -103,6 +103,7 @@ def on_meta_first(model, card, monkeypatch):
     return empty
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("flow", [on_a_cpu_first, on_meta_first])
 def test_where_a_model_was_patched_does_not_matter(flow, card, monkeypatch):
     model = tiny()
@@ -149,7 +150,7 @@ MODEL_CHANGES = {
 }
 
 
-@pytest.mark.fast("frozen", "adapters")
+@pytest.mark.fast("frozen")
 @pytest.mark.parametrize("change", MODEL_CHANGES)
 def test_what_changes_after_patch_is_counted_anew(change, card, monkeypatch):
     counted = []
@@ -173,6 +174,7 @@ def test_what_changes_after_patch_is_counted_anew(change, card, monkeypatch):
     assert trained < 1.1 * need_after
 
 
+@pytest.mark.full
 def test_a_count_leaves_nothing_behind(card):
     """Neither random numbers, nor a program's hooks, nor what acts in the thread."""
     model, hook_calls = tiny(attention_dropout=0.3), []
@@ -194,6 +196,7 @@ def test_a_count_leaves_nothing_behind(card):
     hook.remove()
 
 
+@pytest.mark.full
 def test_gradients_that_are_there_are_not_needed_once_more(card):
     """A second micro-batch of an accumulation, or a step whose gradients were zeroed, has room for
     as much as a first."""
@@ -226,6 +229,7 @@ def needed_last(chooser):
     return dict(chooser.figures.need.bytes_by_layer(64, 32, chooser.present))[0.0]
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("settings", [{}, {"chunk_size": 5}, {"unpatched_runs": True}], ids=str)
 def test_the_driver_is_asked_twice_at_most(card, settings):
     model = patched(tiny(), **settings)
@@ -237,6 +241,7 @@ def test_the_driver_is_asked_twice_at_most(card, settings):
         assert 1 <= card.readings <= 2
 
 
+@pytest.mark.full
 def test_readings_for_each_layer_are_seen(card, monkeypatch):
     monkeypatch.setattr(
         free_memory.FreeMemory, "__call__", lambda self, device: free_memory.free_memory(device)
@@ -284,7 +289,7 @@ def falls_short(share, limit_factor=math.inf, steps=6):
     return drop_reasons, saved
 
 
-@pytest.mark.fast("0.7")
+@pytest.mark.full
 @pytest.mark.parametrize("share", [0.7, 0.55])
 def test_from_the_third_step_on_nothing_is_thrown_away(share):
     drop_reasons, saved = falls_short(share)
@@ -364,6 +369,7 @@ def test_what_is_left_to_others(total, reserved, monkeypatch):
     )
 
 
+@pytest.mark.full
 def test_float32_weights_under_autocast_are_bounded(card):
     """The peak of a step whose products are bfloat16 is below the law's, which is counted without
     data."""
@@ -476,11 +482,7 @@ def settled(name, headroom):
         return micro_batches
 
 
-@pytest.mark.fast(
-    "adapters added after patch-all fits",
-    "bucket views-some fits",
-    "float32 under autocast-some fits",
-)
+@pytest.mark.fast("bucket views-some fits")
 @pytest.mark.parametrize("headroom", [1e9, 6e4], ids=["all fits", "some fits"])
 @pytest.mark.parametrize("name", SET_UPS)
 def test_what_was_planned_is_kept(name, headroom, card):

@@ -137,7 +137,7 @@ WAIT_CASES = {  # the wait that is left out, and a race that must be found then
 }
 
 
-@pytest.mark.fast("compute before the reload-None", "reload before its offload-None")
+@pytest.mark.fast("reload before its offload-None")
 @pytest.mark.parametrize(
     ("name", "gpu_memory"),
     sampled(lambda name, gpu_memory: gpu_memory is None, WAIT_CASES, [None, 1]),

@@ -49,7 +49,7 @@ def some(family, mode, saves, offload):
     return mode == "packed" and (saves == ALL_SAVES or (family == "qwen3" and offload == "none"))
 
 
-@pytest.mark.fast(4)
+@pytest.mark.fast(16)
 @pytest.mark.parametrize(("family", "mode", "saves", "offload"), settings(some))
 def test_gradients_are_bitwise_those_with_nothing_saved(family, mode, saves, offload):
     if (family, mode) == ("qwen3_next", "packed") and not STATES_IN_CHUNKS:

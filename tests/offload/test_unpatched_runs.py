@@ -77,6 +77,7 @@ def seeded_step(model, **batch):
     return step(model, **batch)
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_numbers_are_the_unpatched_models(family, mode):
@@ -664,6 +665,7 @@ def built(kind):
     return build("qwen3", **{"dropout": DROPOUT_CONFIG, "window": window}.get(kind, {}))
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("kind", ["plain", *KINDS])
 @pytest.mark.parametrize("length", [40, 300])
 def test_a_step_that_just_fits_is_finished(kind, length):

@@ -57,6 +57,7 @@ def model_pair(family="qwen3", dtype=torch.float32, **settings):
     return model, adapted_model(family, dtype, "device", **settings)
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize(
     "dtype", thinned([torch.float32, torch.bfloat16], lambda dtype: dtype == torch.bfloat16)
 )
@@ -72,7 +73,7 @@ def test_families_give_the_same_bits(family, dtype):
     assert weights.device_bytes == 2 * largest
 
 
-@pytest.mark.fast("auto", "offload")
+@pytest.mark.fast("offload")
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_settings_give_the_same_bits(settings):
     model, resident = model_pair(**settings)
@@ -115,7 +116,7 @@ def test_the_next_layer_is_on_its_way_before_a_layer_is_computed(monkeypatch):
 SCHEDULES = ("F0 F1 B1 B0", "F0 E F1 B0 E B1", "F0 F1 E B0 F2 B2 B1")
 
 
-@pytest.mark.fast("F0 E F1 B0 E B1")
+@pytest.mark.full
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_orders_of_passes(schedule):
     def run(model):
@@ -141,6 +142,7 @@ def test_orders_of_passes(schedule):
         assert_same(run(model), run(resident))
 
 
+@pytest.mark.full
 def test_under_autocast_no_copy_of_a_weight_outlives_its_layer():
     model, resident = model_pair()
 
@@ -186,6 +188,7 @@ def test_autocasts_cache_keeps_no_layer():
     assert live_count >= 28
 
 
+@pytest.mark.full
 def test_an_error_leaves_the_model_usable(monkeypatch):
     model, resident = model_pair()
     layer = model.get_base_model().model.layers[2]
@@ -208,6 +211,7 @@ def test_an_error_leaves_the_model_usable(monkeypatch):
     assert_same(step(model), expected)
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
 def test_a_copy_has_weights_of_its_own(how):
     model, expected = adapted_model(), step(adapted_model(weights="device"))
@@ -295,6 +299,7 @@ def test_one_token_streams_as_one_chunk():
     assert all(layer_state.last_call.report.plan is not None for layer_state in layer_states)
 
 
+@pytest.mark.full
 def test_a_layer_that_runs_whole_is_refused_by_name(monkeypatch):
     model = adapted_model()
     mix_neighbours(monkeypatch, model.get_base_model())
@@ -306,6 +311,7 @@ def test_a_layer_that_runs_whole_is_refused_by_name(monkeypatch):
         model(**make_batch("plain"), use_cache=False)
 
 
+@pytest.mark.full
 def test_refusals(monkeypatch):
     with pytest.raises(
         HostMemoryError, match=r"The weights of layer 2 want .* and host_memory is 0.00 GiB"
@@ -340,6 +346,7 @@ def test_refusals(monkeypatch):
         step(model)
 
 
+@pytest.mark.full
 def test_freezing_later_and_training_anew():
     model = patched(build("qwen3", num_hidden_layers=4))
     model.model.layers.requires_grad_(False)
@@ -380,6 +387,7 @@ class Quantised(torch.nn.Module):
         return torch.nn.functional.linear(x, self.weight.float() * absmax[:, None])
 
 
+@pytest.mark.full
 def test_statistics_of_quantised_weights_move_along():
     def run(weights):
         model = build("qwen3", num_hidden_layers=3).requires_grad_(False)
@@ -427,6 +435,7 @@ def test_weights_that_others_hold_stay_on_the_device():
     assert id(model.model.layers[0].mlp.up_proj.weight) not in streamed
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("assign", [False, True])
 def test_weights_that_are_loaded_later_are_used(assign):
     model, resident = adapted_model(), adapted_model(weights="device")
@@ -441,6 +450,7 @@ def test_weights_that_are_loaded_later_are_used(assign):
     assert_same(step(model), step(resident))
 
 
+@pytest.mark.full
 def test_adapters_come_go_and_are_merged():
     model, resident = adapted_model(), adapted_model(weights="device")
     result_lists = []
@@ -466,6 +476,7 @@ def test_adapters_come_go_and_are_merged():
         assert_same(ours, theirs)
 
 
+@pytest.mark.full
 def test_a_moved_model_leaves_its_weights_on_the_host(monkeypatch):
     """Asked of a device that has no data; the emulated one has (tests/emulated/test_weights.py)."""
     model = adapted_model()
@@ -497,6 +508,7 @@ def mutant(monkeypatch, where, name, old, new):
     monkeypatch.setattr(where, name, space[name])
 
 
+@pytest.mark.full
 def test_mutant_a_slot_that_outlives_a_forward(monkeypatch):
     mutant(monkeypatch, HostWeights, "begin", "slot.index = -1", "pass")
     mutant(monkeypatch, HostWeights, "_start", "slot.index = -1", "pass")

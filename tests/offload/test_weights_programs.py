@@ -41,6 +41,7 @@ def model_pair(change=lambda model: model, **settings):
     return models
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize(
     "family", thinned(FAMILIES, lambda family: family in ("gpt_oss", "falcon_h1"))
 )
@@ -62,6 +63,7 @@ def test_loads_and_bytes_of_families(family):
     assert list(counted) == [weights.ranges.layers[index].memory.numel() for index in range(layers)]
 
 
+@pytest.mark.full
 def test_gradient_checkpointing_is_on():
     def on(model):
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -73,6 +75,7 @@ def test_gradient_checkpointing_is_on():
         assert_same(step(model), step(resident))
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("weights", ["cpu", "auto"])
 def test_an_evaluation_in_inference_mode_comes_first(weights):
     model, resident = adapted_model(weights=weights), adapted_model(weights="device")
@@ -87,6 +90,7 @@ def test_an_evaluation_in_inference_mode_comes_first(weights):
     assert not any(tensor.is_inference() for tensor in model.parameters())
 
 
+@pytest.mark.full
 def test_embeddings_tied_to_the_head():
     results = []
     for weights in ("cpu", "device"):
@@ -100,6 +104,7 @@ def test_embeddings_tied_to_the_head():
     assert any("embed" in name for name in results[0][1])
 
 
+@pytest.mark.full
 def test_hooks_and_hooks_on_gradients():
     note_lists = []
 
@@ -122,6 +127,7 @@ def test_hooks_and_hooks_on_gradients():
     assert all(map(torch.equal, *note_lists))
 
 
+@pytest.mark.full
 def test_adapters_that_come_after_patch():
     results = []
     for weights in ("cpu", "device"):
@@ -135,6 +141,7 @@ def test_adapters_that_come_after_patch():
         assert_same(ours, theirs)
 
 
+@pytest.mark.full
 def test_a_scaler_of_gradients_and_clipping():
     """float16 under autocast, with a scale that overflows at first."""
     results = []
@@ -158,6 +165,7 @@ def test_a_scaler_of_gradients_and_clipping():
     assert_same(*results)
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("when", ["backward", "trial"])
 def test_an_error_leaves_the_model_usable(when, monkeypatch):
     model, resident = model_pair()
@@ -237,6 +245,7 @@ def trained(weights, folder, stop=None, resume=False):
     }
 
 
+@pytest.mark.full
 def test_trainer_evaluates_is_stopped_and_goes_on(tmp_path):
     full_logs, expected = trained("device", tmp_path / "device")
     stopped, _ = trained("cpu", tmp_path / "cpu", stop=2)
@@ -299,6 +308,7 @@ def test_nf4_of_bitsandbytes():
 # -- weights="auto"
 
 
+@pytest.mark.full
 def test_on_a_cpu_all_weights_stay_where_they_are():
     model, resident = adapted_model(weights="auto"), adapted_model(weights="device")
     assert_same(step(model), step(resident))

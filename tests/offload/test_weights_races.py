@@ -63,6 +63,7 @@ def test_every_wait_has_a_number_and_a_race():
 SETTINGS = ({}, {"offload": "cpu", "saves": ("attn_out",)}, {"trained": True})
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize(
     "settings", SETTINGS, ids=["weights", "saved tensors too", "gradients too"]
 )
@@ -72,6 +73,7 @@ def test_no_races(settings):
     assert not engine.races
 
 
+@pytest.mark.fast(5)
 @pytest.mark.parametrize("wait", RACES)
 def test_a_missing_wait_is_a_race(wait):
     assert any(RACES[wait] in race for race in traced(wait, wait in GRADIENT_WAITS).races)

@@ -117,6 +117,7 @@ def check_four_bits():
     assert moved_and_products(4) == moved_and_products(16)
 
 
+@pytest.mark.full
 def test_four_bit_bases_are_one_operation():
     check_four_bits()
     assert moved_and_products(4)[0] < 0.6 * moved_and_products(4, "own")[0]

@@ -118,6 +118,7 @@ def test_keys_on_the_host_are_predicted(length, monkeypatch):
     assert abs(difference) <= 0.01
 
 
+@pytest.mark.full
 def test_every_phase_is_predicted(monkeypatch):
     """Not the peak alone: all phases of a streamed step, in order, to the byte or nearly. What a
     witness notes is a few KB a chunk, which is much for this model and not for others."""

@@ -78,6 +78,7 @@ def without_witness(monkeypatch):
     monkeypatch.setattr(LayerState, "witness", lambda self, x, autocast: None)
 
 
+@pytest.mark.fast(3)
 @pytest.mark.usefixtures("without_witness")
 @pytest.mark.parametrize(
     ("name", "recipe"),
@@ -130,6 +131,7 @@ def attention(profile, name, at=(4096, 1024)):
     return sum(part.forward for part in parts), sum(part.backward for part in parts)
 
 
+@pytest.mark.full
 def test_attention_flops_are_those_of_all_pairs():
     causal_config = LlamaConfig(**SIZES, num_key_value_heads=2)
     bidirectional = surveyed(CONFIGS["llama"])
@@ -157,6 +159,7 @@ def test_the_mutant_whose_unpatched_attention_is_causal_is_noticed(monkeypatch):
         test_attention_flops_are_those_of_all_pairs()
 
 
+@pytest.mark.full
 def test_products_of_both_halves_are_counted():
     """The Linears' FLOPs of a step under streambp are nearly those of the causal model's step."""
     totals = []
@@ -231,6 +234,7 @@ def test_a_decoder_of_a_masked_language_model_is_planned_as_causal():
     assert type(model).__name__ == "BertLMHeadModel"
 
 
+@pytest.mark.full
 def test_a_plan_without_a_head_says_what_it_assumes():
     profile = surveyed(CONFIGS["embedding_gemma"], (2048, 1024))
     assert [method.name for method in profile.methods][:2] == ["plain", "checkpointing"]
@@ -248,6 +252,7 @@ def test_dropout_of_attention_is_told():
     assert any("probability 0.1" in text for text in assumptions)
 
 
+@pytest.mark.full
 def test_paligemma_is_planned():
     profile = surveyed(CONFIGS["paligemma"])
     assert "the prefix is counted as causal" in profile.assumed[0]

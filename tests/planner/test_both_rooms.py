@@ -56,6 +56,7 @@ def at_length(costs):
     return costs_at_length
 
 
+@pytest.mark.full
 def test_it_is_the_choice_of_a_step():
     """The policy of a patched model, with the plan's numbers as the measured ones."""
     method = profile().method(HOST)

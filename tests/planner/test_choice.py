@@ -116,6 +116,7 @@ def tiny():
     return profile_of(TINY_GRID)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", thinned(["tiny", "Qwen3-8B", "Qwen3-30B-A3B", "gemma3-27b", "Qwen3.5-9B", "Llama-3.2-1B"],
                                          lambda name: name == "tiny"))  # fmt: skip
 def test_the_choice_is_the_fastest_that_fits(name, tiny):

@@ -33,6 +33,7 @@ GEMMAS = (Gemma3nTextConfig, Gemma3nConfig, Gemma4TextConfig, Gemma4Config)
 FAMILIES = 400  # at least so many configuration classes can be made without arguments
 
 
+@pytest.mark.full
 def test_no_default_of_transformers_is_refused():
     count = 0
     for kind in CONFIG_MAPPING.values():
@@ -126,10 +127,12 @@ def check_inputs_by_layer():
         assert shrunk_phase.law == pytest.approx(full_phase.law, rel=1e-6, abs=0.05)
 
 
+@pytest.mark.full
 def test_inputs_of_each_layer_are_counted():
     check_inputs_by_layer()
 
 
+@pytest.mark.full
 def test_a_shorter_backbone_is_seen(monkeypatch):
     monkeypatch.setattr(skeleton, "INPUTS_BY_LAYER_FIELD", "no_such_field")
     with pytest.raises(StreamBPError, match="could not be counted"):

@@ -570,6 +570,7 @@ def test_the_choice_is_the_fastest_that_fits(set_up, memory):
     assert min(ratios) > 1 - 1e-6  # what is called the best is
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize(
     "name", ["patched on the device", "adapters added after patch", "first half frozen"]
 )

@@ -80,6 +80,7 @@ def of_a_patched_model(lora):
     return chooser, list(model.parameters())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("present", [0.0, 1.0])
 @pytest.mark.parametrize("lora", thinned([None, 16], lambda lora: lora is None))
 def test_the_row_is_what_a_patched_model_chooses(lora, present):
@@ -165,6 +166,7 @@ def test_the_row_goes_through_json():
     assert bytes_between_steps(restored, Setting()) == bytes_between_steps(profile, Setting())
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("free_bytes", [3e8, 8e6])
 def test_a_real_step_does_what_was_predicted(monkeypatch, free_bytes):
     """On a CPU that says what it has free, as a card does: chunk size, and what is saved, name by

@@ -87,7 +87,7 @@ def need_of(model_parts, split):
     return auto.StepNeed(method, layout=layout), costs
 
 
-@pytest.mark.fast("2, 4")
+@pytest.mark.full
 @pytest.mark.parametrize("split", ["2, 4", "3, 3", "2, 1, 3"])
 def test_a_devices_part_is_what_its_layers_alone_would_take(split, model_parts):
     split = [int(count) for count in split.split(",")]

@@ -63,6 +63,7 @@ def built(name):
     return model.train()
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize(
     ("name", "recipe", "encoder_len"),
     [
@@ -98,6 +99,7 @@ def attention(profile, name, kind, at=(4096, 1024)):
     return work(profile.method(name), *at)[kind].forward
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("encoder_len", [None, 1024])
 def test_attention_of_both_stacks_is_counted(encoder_len):
     """Of the encoder all pairs of its rows; of the decoder half its pairs, and all with the
@@ -112,6 +114,7 @@ def test_attention_of_both_stacks_is_counted(encoder_len):
         assert attention(profile, name, "forward") == pytest.approx(decoder, rel=1e-3)
 
 
+@pytest.mark.full
 def test_no_layer_is_dropped_in_a_count():
     """With LayerDrop a forward skips a layer if a random number is small."""
     config = copy.deepcopy(CONFIGS["bart"])
@@ -134,6 +137,7 @@ def counted_products(encoder_len, at):
     return {name: works[name].products for name in ("embedding", "forward", "backward")}
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("encoder_len", [None, 1024])
 def test_products_at_another_length_are_those_of_a_counted_step(encoder_len):
     """The fitted functions have the encoder's own products, and its keys of each chunk."""
@@ -166,6 +170,7 @@ def test_whisper_is_planned_with_its_fixed_encoder():
     assert flops(profile.method("streambp"), 448, 448) > 0
 
 
+@pytest.mark.full
 def test_the_plan_says_how_long_the_encoder_is():
     methods = ("streambp",)
     same_length = plan(CONFIGS["bart"], 4096, gpu_memory="2GiB", methods=methods)

@@ -126,6 +126,7 @@ def test_a_step_is_counted_without_the_trials_that_the_first_one_makes(recipe):
             ), first_span
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("number", [0, 1, 2], ids=lambda number: STREAMED_RECIPES[number].name)
 def test_what_leaves_for_the_host_moves_as_much_more_at_any_length(number):
     recipes = STREAMED_RECIPES[number], STREAMED_RECIPES[number + 3]

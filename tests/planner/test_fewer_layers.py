@@ -62,6 +62,7 @@ def check(family, lora):
 FAST_CASES = (("qwen3", False), ("qwen3", True), ("qwen3_moe", True))
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize(
     ("family", "lora"),
     thinned(itertools.product(FAMILIES, (False, True)), lambda *case: case in FAST_CASES),

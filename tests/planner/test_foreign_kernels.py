@@ -31,6 +31,7 @@ def profile(model, kernels):
     )
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])
 def test_ligers_modules_are_counted_as_such(family, monkeypatch):
     plain = build(family, torch.bfloat16)
@@ -40,6 +41,7 @@ def test_ligers_modules_are_counted_as_such(family, monkeypatch):
     assert profile(plain, "own").methods == expected.methods != own_kernels.methods
 
 
+@pytest.mark.full
 def test_parts_of_liger_leave_the_rest_as_it_is(monkeypatch):
     plain = build("qwen3", torch.bfloat16)
     liger, own_kernels = profile(plain, "liger"), profile(plain, "own")

@@ -73,6 +73,7 @@ def test_targets_are_those_that_were_named():
         CountRequest(zoo.tiny_config("falcon_h1"), lora=4, lora_targets=("out_proj",)).skeleton()
 
 
+@pytest.mark.full
 def test_the_plan_names_them():
     request = CountRequest(zoo.tiny_config("falcon_h1"), lora=4)
     profile = survey(request.skeleton(), [streamed_recipe()], accumulating=False, tree=False)

@@ -32,6 +32,7 @@ def mixture(family, dtype=torch.float32, layers=LAYERS):
     return model
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("family", "recipe"),
     thinned(
@@ -249,6 +250,7 @@ def test_torchao():
     assert 0.5 * linears < plain - packed < linears
 
 
+@pytest.mark.full
 def test_decoded_experts_are_in_the_peak():
     """A streamed step with experts in 4 bits has one layer's decoded weights beside the plain
     step's tensors, from a real step."""

@@ -152,6 +152,7 @@ def test_levers_reach_what_they_promise():
     assert levers["ZeRO-3 over the 2 GPUs"] == sharded.seq_len
 
 
+@pytest.mark.full
 def test_a_plan_of_a_model(monkeypatch):
     monkeypatch.setattr(
         planning, "STREAMED_RECIPES", (streamed_recipe(), streamed_recipe((), "cpu"))

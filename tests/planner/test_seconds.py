@@ -118,6 +118,7 @@ def row_work(counted, name, fused, length, prototype=True):
     return total
 
 
+@pytest.mark.full
 def test_every_measured_step_on_an_h200_within_five_percent(counted):
     errors = []
     for number, (name, fused, length, measured) in enumerate(MEASURED):
@@ -154,6 +155,7 @@ PEAKS_H100 = [
 ]
 
 
+@pytest.mark.full
 def test_every_measured_peak_of_the_default_on_an_h100_within_four_percent():
     peft = pytest.importorskip("peft")
     needs = {}
@@ -286,6 +288,7 @@ def test_fused_layers_move_less_and_keep_less():
     assert products[0] == products[1]
 
 
+@pytest.mark.full
 def test_compiled_regions_move_little_more_than_liger_and_keep_more():
     """Their backward gives new tensors, where Liger's writes over what it is given."""
     own_kernels, liger, compiled = (

@@ -186,6 +186,7 @@ def counted_step(model, ids):
     return count.peak
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:Move the model to an accelerator")
 def test_the_law_holds_on_a_model():
     """A plan of all layers on the host, against a step on a CPU: slots, the bytes that it

@@ -113,7 +113,7 @@ def cases():
                 yield pytest.param(family, mode, size, marks=() if fast else pytest.mark.full)
 
 
-@pytest.mark.fast(3)
+@pytest.mark.fast(9)
 @pytest.mark.parametrize(("family", "mode", "chunk_size"), cases())
 def test_gradients_are_exact(family, mode, chunk_size):
     check(sharing(build(family), chunk_size), family, mode)
@@ -807,6 +807,7 @@ def test_mutants_are_found(mutant, monkeypatch):
         mutant(monkeypatch)
 
 
+@pytest.mark.fast(4)
 @pytest.mark.parametrize("module", [Reassigned, Running, Calibrated, Noisy])
 def test_a_trial_leaves_no_trace(module, trusted):
     """Of modules that count, set and draw in eval mode, too; a layer with one runs whole, over

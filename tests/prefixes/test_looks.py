@@ -70,6 +70,7 @@ def cases():
             yield pytest.param(step, error, id=f"{step}-{type(error).__name__}", marks=marks)
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize(("step", "error"), cases())
 def test_whatever_a_look_raises_is_a_reason(step, error, monkeypatch):
     """Padding on both sides, and rows that begin alike."""

@@ -175,6 +175,7 @@ def test_cases_cover_the_product():
     )
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize(("family", "shape", "how", "setting"), cases())
 def test_gradients_are_exact(family, shape, how, setting):
     settings = dict(SETTINGS[setting])
@@ -381,13 +382,7 @@ CALLERS = {  # of the model, settings, whether it trains, whether padding is sho
 }
 
 
-@pytest.mark.fast(
-    "labels",
-    "labels, evaluated",
-    "labels, evaluated with logits",
-    "labels and router logits",
-    "lazy logits",
-)
+@pytest.mark.fast("labels, evaluated with logits", "labels and router logits")
 @pytest.mark.parametrize("caller", CALLERS)
 def test_auto_packs_where_nobody_sees_padding(caller):
     """Where somebody does, all values at padding are the unpatched model's."""

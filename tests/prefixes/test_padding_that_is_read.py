@@ -169,6 +169,7 @@ def check(ours, plain, batch, read):
     assert not gradients or worst_error(our_gradients, gradients) <= MAX_FLOAT64_ERROR
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("trains", [True, False], ids=["training", "evaluation"])
 @pytest.mark.parametrize("labelled", [True, False], ids=["labels", "no labels"])
 @pytest.mark.parametrize("name", statistics())
@@ -373,6 +374,7 @@ def nobody_hears(monkeypatch):
 MUTANTS = [padding_of_the_first_token, rows_without_a_graph, no_comparison, no_moment, nobody_hears]
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_mutants_are_found(mutant, monkeypatch):
     with pytest.raises(AssertionError):

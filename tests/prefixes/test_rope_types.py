@@ -94,6 +94,7 @@ def results(model, generates, batches):
     return by_name, values, {name: buffer.clone() for name, buffer in rotary.named_buffers()}
 
 
+@pytest.mark.fast(4)
 @pytest.mark.parametrize(
     ("rope", "kind", "generates", "batches"),
     thinned(

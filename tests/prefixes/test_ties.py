@@ -93,6 +93,7 @@ def test_mutant_a_tie_decides(precision, monkeypatch):
     assert "gave something else than rows do" in outcome
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize(
     "change",

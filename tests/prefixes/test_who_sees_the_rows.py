@@ -178,6 +178,7 @@ def test_programs_at_positions_in_chunks(program):
     check(PROGRAMS[program], first=True, chunk_size=7)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "where",
     [

@@ -153,7 +153,7 @@ def test_mutant_a_trial_cuts_by_the_batchs_documents(monkeypatch):
         test_a_trial_cuts_by_its_own_documents("jamba", 6)
 
 
-@pytest.mark.fast("22-sizes1")
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("length", "sizes"),
     [

@@ -189,7 +189,7 @@ def green(check):
     check()
 
 
-@pytest.mark.fast(3)
+@pytest.mark.fast(9)
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutant_turns_a_test_red(name, monkeypatch):
     owner, attribute, mutant, check = MUTANTS[name]

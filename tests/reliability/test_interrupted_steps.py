@@ -106,6 +106,7 @@ ERRORS = {
 }
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("positions", thinned([3, 40], lambda positions: positions == 3))
 @pytest.mark.parametrize("setting", thinned(SETTINGS, lambda setting: setting == "auto"))
 @pytest.mark.parametrize("error", ERRORS)
@@ -129,6 +130,7 @@ def test_an_error_at_an_operation(error, setting, positions, record_property):
     record_property("cases", len(ats))
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="this system has no interval timers")
 @pytest.mark.parametrize("times", thinned([4, 30], lambda times: times == 4))
 @pytest.mark.parametrize("setting", thinned(SETTINGS, lambda setting: setting == "auto"))
@@ -181,6 +183,7 @@ INTERRUPTED_PLACES = {
 }  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "setting", thinned(["plain", "auto", "offload"], lambda setting: setting == "auto")
 )

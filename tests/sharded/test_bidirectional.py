@@ -156,7 +156,7 @@ def check(stock, batch, **settings):
     return streambp.describe(ours)
 
 
-@pytest.mark.fast(2)
+@pytest.mark.fast(6)
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("kind", ["right", "none", "left", "between"])
 @pytest.mark.parametrize("name", list(MODEL_BUILDERS))
@@ -170,6 +170,7 @@ def test_exact(name, kind, implementation, in_halves):
     assert in_halves == [LENGTH] * 2 * layers
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -325,6 +326,7 @@ def worst_difference(model, seed):
     return worst
 
 
+@pytest.mark.fast(2)
 @pytest.mark.parametrize("adapters", [False, True], ids=["dropout", "dropout before attention"])
 def test_random_draws_are_the_same_in_all_passes(adapters, in_halves):
     """Dropout before, in and behind attention."""

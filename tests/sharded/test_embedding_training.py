@@ -87,6 +87,7 @@ def check(name, kind):
     assert {layer.path for layer in streambp.describe(ours).layers} == {"streams"}
 
 
+@pytest.mark.fast(3)
 @pytest.mark.parametrize("kind", list(STEPS))
 @pytest.mark.parametrize("name", list(POOLING))
 def test_exact(name, kind):
