@@ -119,3 +119,24 @@ def points_for(
     if states:
         return (*points, (length, 2 * small if 2 * small < large else max(1, small // 2)))
     return points
+
+
+def points_of_more_chunks(points: tuple[Point, ...], at: Point | None) -> tuple[Point, ...]:
+    """Return row lengths and chunk sizes (T, C) like `points`, with one more chunk in each row. The
+    result is empty if the rows of `points` have four chunks or more, or if the row in `at` is
+    shorter than these rows.
+
+    Steps that move attention outputs to the host need these points. The device holds copies of one
+    more layer if a row has four chunks or more. Memory is the larger of two functions: one is
+    fitted through `points`, and one through the result.
+
+    Args:
+        points: (T, C) of steps in chunks, from `points_for`.
+        at: (T, C) where the functions are most accurate; None: functions for any length.
+    """
+    (length, large), (small_length, small), (longer, _) = points[:3]
+    if length >= 4 * large or (at is not None and at[0] < longer + large):
+        return ()
+    if small_length < 4 * small:
+        small_length += small
+    return (longer, large), (small_length, small), (longer + large, large)

@@ -27,7 +27,7 @@ from streambp.planner.count import ShapeCache, StepCount
 from streambp.planner.fused_layers import Kernels
 from streambp.planner.host import CountingManager, UncountedHost
 from streambp.planner.kernels import CountedCalls, launched_kernels
-from streambp.planner.laws import Point, fit_bytes, fit_work
+from streambp.planner.laws import PhaseLaws, Point, fit_bytes, fit_work
 from streambp.planner.mixers import assumed_kernels
 from streambp.planner.model_class import assumptions, counted_stack, inputs_of
 from streambp.planner.packed_weights import bytes_of, parameters_of
@@ -46,6 +46,7 @@ from streambp.planner.sample_points import (
     TILED_SAMPLE_CHUNKS,
     biased_points_for,
     points_for,
+    points_of_more_chunks,
 )
 from streambp.planner.skeleton import ShrunkModel, Skeleton
 from streambp.planner.splits import SplitCount, lines_of_keys, split_of, split_over
@@ -633,6 +634,70 @@ def _fit_groups(
     return tuple(fitted)
 
 
+def _moves_attention_outputs(recipe: SurveyRecipe) -> bool:
+    """True if a step saves attention outputs without keys and values, and moves them to the
+    host."""
+    config = recipe.config
+    if config is None or config.offload == "none" or recipe.split:
+        return False
+    return config.named_saves == ("attn_out",)
+
+
+def _groups_of_points(
+    counter: Counter, recipe: SurveyRecipe, at: Point | None, fused: bool
+) -> tuple[tuple[Point, ...], ...]:
+    """Return the row lengths and chunk sizes (T, C) at which a step is counted. Memory is fitted
+    through each group of points, and the larger value counts.
+
+    Args:
+        counter: counts single steps.
+        recipe: the way to run the step.
+        at: (T, C) where the functions are most accurate; None: functions for any length.
+        fused: True if a fused kernel computes attention.
+    """
+    chunked = recipe.config is not None
+    if recipe.split:
+        return (_points_of_shards(at, fused),)
+    if counter.skeleton.adds_biases:
+        return biased_points_for(at, chunked, counter.skeleton.device == "cuda")
+    tiles = recipe.config is not None and recipe.config.gpu_memory is not None
+    states = any(states_argument(layer) is not None for layer in counter.layers)
+    points = points_for(at, chunked, fused, states, tiles)
+    if _moves_attention_outputs(recipe):
+        more_chunks = points_of_more_chunks(points, at)
+        if more_chunks:
+            return points, more_chunks
+    return (points,)
+
+
+def _fit_all_work(
+    counter: Counter, all_work: Works, number: int, fused: bool, ranks: int
+) -> tuple[PhaseLaws, ...]:
+    """Return the FLOPs, traffic and copies of each phase, as functions of the full sequence's
+    length and of a chunk's tokens, over all ranks.
+
+    Args:
+        counter: counted the steps.
+        all_work: the work of each phase, by (T, C) of a counted step.
+        number: how many of the first (T, C) have copies to the host, which are fitted through these
+            points alone.
+        fused: True if a fused kernel computes attention.
+        ranks: number of ranks that the sequence is split over.
+    """
+    lengths = [(ranks * tokens, chunk) for tokens, chunk in all_work]
+    k_block = K_BLOCK if fused else MATH.tiling.k_block or K_BLOCK
+    skeleton = counter.skeleton
+    parts = []
+    for name in next(iter(all_work.values())):
+        over_ranks = [Work().plus(costs[name], ranks) for costs in all_work.values()]
+        parts.append(
+            fit_work(
+                name, lengths, over_ranks, k_block, number, skeleton.encoder, skeleton.adds_biases
+            )
+        )
+    return tuple(parts)
+
+
 def _count_method(
     counter: Counter, recipe: SurveyRecipe, at: Point | None, accumulating: bool, timed: bool
 ) -> Method:
@@ -650,14 +715,11 @@ def _count_method(
     fused = counter.uses_fused_kernel(recipe)
     tiles = recipe.config is not None and recipe.config.gpu_memory is not None
     ranks = counter.ranks(recipe) if recipe.split else 1  # raises if the model cannot be sharded
-    states = any(states_argument(layer) is not None for layer in counter.layers)
     biases = counter.skeleton.adds_biases
-    groups: tuple[tuple[Point, ...], ...] = (points_for(at, chunked, fused, states, tiles),)
-    if recipe.split:
-        groups = (_points_of_shards(at, fused),)
-    elif biases:
-        groups = biased_points_for(at, chunked, counter.skeleton.device == "cuda")
+    groups = _groups_of_points(counter, recipe, at, fused)
     points = tuple(itertools.chain(*groups))
+    # FLOPs and traffic are fitted through the first group, which is the most accurate one.
+    points_of_work = points if biases else groups[0]
     first: list[list[PhaseMemory]] = []
     more_phases: list[list[PhaseMemory]] = []
     hosts = list[list[float]]()
@@ -665,8 +727,16 @@ def _count_method(
     links = tuple[float, ...]()
     growth = counter.growth if chunked else []
     for point in points:
+        index = points.index(point)
+        if index < len(first):  # The point is in both groups.
+            first.append(first[index])
+            hosts.append(hosts[index])
+            more_phases += more_phases[index : index + 1]
+            continue
         steps = counter.count(recipe, point, accumulating and not growth)
-        phases, on_host, counted[point], sent = unroll(steps[0], counter.shrunk_model)
+        phases, on_host, works, sent = unroll(steps[0], counter.shrunk_model)
+        if point in points_of_work:
+            counted[point] = works
         links = links or sent
         first.append(phases)
         hosts.append([on_host])
@@ -690,23 +760,14 @@ def _count_method(
         regimes.append(_fit_groups(groups, at_points, counter.shrunk_model, biases))
     last = len(groups[-1])
     host = fit_bytes(groups[-1], hosts[-last:], biases)[0]._replace(chunk=0.0, tokens_chunk=0.0)
-    if chunked and timed and not tiles and len(groups) == 1:
+    if chunked and timed and not tiles and not biases:
         more_points = counter.more_points(recipe, points[0][1], counted)
     else:
         more_points = {}
     all_work = counted | {
         point: works for point, works in more_points.items() if point not in counted
     }
-    # Fitted over the full sequence's length and all ranks; copies to the host over the method's own
-    # points alone.
-    lengths = [(ranks * tokens, chunk) for tokens, chunk in all_work]
-    k_block = K_BLOCK if fused else MATH.tiling.k_block or K_BLOCK
-    parts = []
-    for name in counted[points[0]]:
-        over_ranks = [Work().plus(costs[name], ranks) for costs in all_work.values()]
-        encoder = counter.skeleton.encoder
-        parts.append(fit_work(name, lengths, over_ranks, k_block, len(counted), encoder, biases))
-    work = tuple(parts)
+    work = _fit_all_work(counter, all_work, len(counted), fused, ranks)
     config = recipe.config or StreamConfig()
     how = (recipe.name, config.named_saves, config.offload, config.gpu_memory is not None, chunked)
     later_phases = tuple(dataclasses.replace(phase, gradients=0.0) for phase in regimes[1])
