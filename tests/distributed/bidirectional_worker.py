@@ -1,10 +1,12 @@
-"""One rank of a two-rank run, as `tests/distributed/worker.py`, of encoders and encoder-decoders.
+"""One rank of a two-rank run, as `tests/distributed/worker.py`, of encoders, encoder-decoders and
+models with a tower.
 
-The case's "model" is a name in `MODEL_BUILDERS`.
+The case's "model" is a name in `MODEL_BUILDERS`. Rows of "paligemma" begin with an image.
 """
 
 from __future__ import annotations
 
+import torch
 from transformers import (
     BartConfig,
     BartForConditionalGeneration,
@@ -12,13 +14,15 @@ from transformers import (
     BertForMaskedLM,
     ModernBertConfig,
     ModernBertForMaskedLM,
+    PaliGemmaConfig,
+    PaliGemmaForConditionalGeneration,
     T5Config,
     T5ForConditionalGeneration,
 )
 
 from tests.distributed import engines, worker
 from tests.families import VOCABULARY
-from tests.seeds import seed_torch
+from tests.seeds import seed_torch, seeded
 
 SIZES = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -35,6 +39,9 @@ T5 = {
     "num_heads": 4, "dropout_rate": 0.0, "pad_token_id": 0, "decoder_start_token_id": 2,
 }  # fmt: skip
 
+IMAGE_TOKEN = VOCABULARY
+PATCHES = 16
+
 
 def bert():
     return BertForMaskedLM(
@@ -49,8 +56,46 @@ def modernbert():
     )
 
 
+def paligemma():
+    sizes = {
+        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    }  # fmt: skip
+    text = {"model_type": "gemma", "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0}
+    vision = {"model_type": "siglip_vision_model", "image_size": 16, "patch_size": 4}
+    config = PaliGemmaConfig(
+        text_config={**sizes, **text, "vocab_size": VOCABULARY + 1},
+        vision_config={**sizes, **vision, "projection_dim": 32, "vision_use_head": False},
+        projection_dim=32,
+        image_token_index=IMAGE_TOKEN,
+    )
+    return PaliGemmaForConditionalGeneration(config)
+
+
+def batches(rank, case, real=worker.batches):
+    """Yield a rank's micro-batches. Rows with an image have 16 patches and a prefix of 20 tokens,
+    which is read in both directions."""
+    if case["model"] != "paligemma":
+        yield from real(rank, case)
+        return
+    for index, batch in enumerate(real(rank, {**case, "longer": 2, "padded_on": None})):
+        ids = batch["input_ids"]
+        ids[:, :PATCHES] = IMAGE_TOKEN
+        batch["labels"][:, :20] = -100
+        batch["token_type_ids"] = (torch.arange(ids.shape[1]) >= 20).long().expand_as(ids)
+        generator = seeded(10 * index + rank)
+        batch["pixel_values"] = torch.randn(len(ids), 3, 16, 16, generator=generator)
+        yield batch
+
+
+def layers_of_towers_and_decoders(model):
+    """Return the layers of all stacks; FSDP2 makes a unit of each."""
+    stacks = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
+    return [layer for stack in stacks for layer in stack]
+
+
 MODEL_BUILDERS = {
     "bert": bert,
+    "paligemma": paligemma,
     "modernbert": modernbert,
     "bart": lambda: BartForConditionalGeneration(BartConfig(**BART)),
     "t5": lambda: T5ForConditionalGeneration(T5Config(**T5)),
@@ -64,6 +109,8 @@ def model_for(case, seed=0):
 
 def main():
     engines.model_for = model_for
+    engines.decoder_layers = layers_of_towers_and_decoders
+    worker.batches = batches
     worker.main()
 
 

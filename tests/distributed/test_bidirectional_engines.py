@@ -1,5 +1,5 @@
-"""Two ranks, gloo, CPU: encoders whose layers run in halves, and decoders with an encoder (T5's, too), under
-DDP, FSDP2 and ZeRO-3 against the bare engine and a single process.
+"""Two ranks, gloo, CPU: encoders whose layers run in halves, decoders with an encoder (T5's, too), and
+vision towers, under DDP, FSDP2 and ZeRO-2 and 3, against the bare engine and a single process.
 
 covers: sharded/bidirectional.py, distributed/host.py, admission/t5_bias.py
 """
@@ -20,6 +20,8 @@ BARS = {
     "losses": MAX_RELATIVE_ERRORS,
     "worst gradient": MAX_GRADIENT_ERROR,
 }
+TOWERS = {"towers": True}
+TOWER_LAYERS = {"paligemma": "SiglipEncoderLayer", "bart": "BartEncoderLayer"}
 # the ranks' lengths differ by 6; with "one_chunk_on" one rank's layers are not cut
 CASES = {
     "ddp": [
@@ -32,6 +34,15 @@ CASES = {
         {"model": "t5"},
         {"model": "t5", "engine": "fsdp", "one_chunk_on": 0},
     ],
+    "ddp, towers": [
+        {"model": "paligemma", "stream": TOWERS},
+        {"model": "paligemma", "stream": TOWERS, "accumulation": 2, "eval": True},
+        {"model": "paligemma", "stream": TOWERS, "one_chunk_on": 0},
+        {"model": "paligemma", "stream": TOWERS, "engine": "fsdp"},
+        {"model": "paligemma", "stream": TOWERS, "engine": "fsdp", "one_chunk_on": 1},
+        {"model": "bart", "stream": TOWERS},
+        {"model": "bart", "stream": TOWERS, "engine": "fsdp", "one_chunk_on": 0},
+    ],
     "deepspeed": [
         {"model": "bert", "stage": 3, "zero": NOTHING_CACHED, "one_chunk_on": 0},
         {"model": "modernbert", "stage": 3, "zero": NOTHING_CACHED},
@@ -39,18 +50,24 @@ CASES = {
         {"model": "t5", "stage": 3, "zero": NOTHING_CACHED},
         {"model": "bert", "stage": 2, "accumulation": 2},
     ],
+    "deepspeed, towers": [
+        {"model": "paligemma", "stream": TOWERS, "stage": 3, "zero": NOTHING_CACHED},
+        {"model": "paligemma", "stream": TOWERS, "stage": 3, "zero": NOTHING_CACHED, "one_chunk_on": 0},
+        {"model": "paligemma", "stream": TOWERS, "stage": 2, "accumulation": 2},
+        {"model": "bart", "stream": TOWERS, "stage": 3, "zero": NOTHING_CACHED},
+    ],
 }  # fmt: skip
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("engine", list(CASES))
 def test_engines(engine):
-    if engine == "deepspeed":
+    if engine.startswith("deepspeed"):
         need_deepspeed()
     cases = [{**case, "steps": 2, "patched": ["after"]} for case in CASES[engine]]
     outputs, _ = launch(
         "tests.distributed.bidirectional_worker",
-        engine,
+        engine.partition(",")[0],
         json.dumps(cases),
         seconds=CASE_TIMEOUT_SECONDS * len(cases) + 60,
     )
@@ -60,6 +77,9 @@ def test_engines(engine):
         row = json.loads(line.removeprefix(ROW_PREFIX))
         results = row["after"]
         assert results["paths"] == ["streams"], row
+        if "stream" in row["case"]:
+            layer = TOWER_LAYERS[row["case"]["model"]]
+            assert {layer, f"FSDP{layer}"} & set(results["kinds"]), row
         for reference in ("unpatched", "single process"):
             for name, value in results[reference].items():
                 assert value <= BARS[name], (row["case"], reference, results)

@@ -359,9 +359,12 @@ FEW_BITS = {
 def test_mixtures_in_few_bits(engine, name):
     """Of the table in tests/layer/test_covering_table.py, what runs on two ranks."""
     setting = {"stage": 3, "zero": NOTHING_CACHED} if engine == "deepspeed" else {}
-    if setting and not FEW_BITS[name].get("packed"):
-        pytest.skip("DeepSpeed raised a tracing error; whether unpatched, too, is not known yet")
-    check(engine, [{**setting, **FEW_BITS[name], "steps": 2, "patched": ["before"]}])
+    case = {**setting, **FEW_BITS[name], "steps": 2, "patched": ["before"]}
+    if setting and not case.get("packed"):
+        # DeepSpeed ends an unpatched step of gpt-oss, too: the biases of experts whose weights have
+        # adapters are gathered in another order than it recorded.
+        case["model"] = "mixtral"
+    check(engine, [case])
 
 
 @pytest.mark.full

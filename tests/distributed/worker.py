@@ -63,7 +63,7 @@ def batches(rank, case):
 @dataclasses.dataclass
 class TrainingResult:
     """Gradients of every step and weights after the last, by name; losses of evaluations;
-    collectives; the engines of its forwards; how its layers ran; what `describe` says about
+    collectives; the engines of its forwards; how its layers ran, and their classes; what `describe` says about
     offloading, and the bytes of the engine's own; what it says about the head, about saves, about
     adapters, and about rows that share prefixes; how often an adapted Linear was one operation; how
     often attention's forward ran in the last micro-batch."""
@@ -74,6 +74,7 @@ class TrainingResult:
     counts: dict = dataclasses.field(default_factory=dict)
     engines: set = dataclasses.field(default_factory=set)
     paths: list = dataclasses.field(default_factory=list)
+    kinds: list = dataclasses.field(default_factory=list)
     host: dict = dataclasses.field(default_factory=dict)
     head: str = ""
     saves: str = ""
@@ -131,6 +132,7 @@ def train(engine_class, rank, case, patched):
             described.head,
         )
         result.saves = str(described.saves)
+        result.kinds = sorted({layer.kind for layer in described.layers})
         result.adapters = [note for note in described.notes if "adapters" in note]
         result.shared = [note for note in described.notes if note.startswith("rows: ")]
     if described is not None and "stream" in case:
@@ -285,6 +287,7 @@ def run(engine_class, rank, case):
             "counts": result.counts,
             "engines": sorted(result.engines),
             "paths": result.paths,
+            "kinds": result.kinds,
             "head": result.head,
         }
         row[when]["shared"], row[when]["saves"] = result.shared, result.saves
