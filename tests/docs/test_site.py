@@ -43,6 +43,9 @@ const boxes = all.filter((one) => one.checkVisibility() && !scrolls(one));
 return {
   scroll: document.documentElement.scrollWidth - wide,
   outside: boxes.filter((one) => one.getBoundingClientRect().right > wide + 1).map((one) => one.outerHTML.slice(0, 80)),
+  cut: [...document.querySelectorAll("td code")].filter(
+    (one) => !/[\\s\u2011/.,_(-]/.test(one.textContent) && one.getClientRects().length > 1
+  ).map((one) => one.textContent),
   scheme: document.body.getAttribute("data-md-color-scheme"),
   background: getComputedStyle(document.body).backgroundColor,
 };
@@ -104,7 +107,7 @@ def test_no_page_is_wider_than_the_window(built_site, width, theme, tmp_path):
             colours.add((widths["scheme"], widths["background"]))
             name = address.strip("/").replace("/", "-") or "home"
             window.screenshot(shots / f"{name}-{width}-{('light', 'dark')[theme]}.png")
-            if widths["scroll"] > 0 or widths["outside"]:
+            if widths["scroll"] > 0 or widths["outside"] or widths["cut"]:
                 wrong[address] = widths
     assert not wrong
     assert len(colours) == 1
