@@ -464,7 +464,7 @@ MUTANTS = {
     "a node of any size": ("Math.min(ranks, rates.node)", "ranks"),
     "no reserve": ("memory.gpu * (1 - memory.reserve)", "memory.gpu"),
     "weights that stay": ("weights -= freed(setting.on_host)", "weights -= 0"),
-    "all layers where a few do": ("fewest(profile.frozen, at.total", "fewest(profile.frozen, 1e15 + at.total"),
+    "all layers where a few do": ("fewest(profile.frozen, lacking,", "fewest(profile.frozen, 1e15 + lacking,"),
     "copies for nothing": ("method.chunked ? setting.on_host : null);\n  for", "null);\n  for"),
 }  # fmt: skip
 
