@@ -214,12 +214,15 @@ def _check_batch(arguments: Any) -> None:
             "leave --prompt out."
         )
     if arguments.group is not None:
-        if arguments.prompt is None or (
-            arguments.seq_len != "max" and arguments.seq_len <= arguments.prompt
-        ):
+        if arguments.prompt is None:
             raise ConfigError(
                 "--group needs --prompt, tokens of each row such as 32k; --seq-len is longer and "
                 "has a prompt and a completion."
+            )
+        if arguments.seq_len != "max" and arguments.seq_len <= arguments.prompt:
+            raise ConfigError(
+                f"--seq-len is {arguments.seq_len} and --prompt {arguments.prompt}: a row has the "
+                "prompt and a completion. Raise --seq-len above --prompt."
             )
         return
     if flags and arguments.batch_size < 2:

@@ -497,7 +497,17 @@ def _load(arguments: Any) -> PreTrainedModel:
         advice = f"{TRUST_REMOTE_CODE_HINT} " if needs_trust(error) else ""
         raise StreamBPError(
             f"{short_repr(name)} could not be loaded as a causal language model ({reason(error)}). "
-            f"{advice}Pass the folder that save_pretrained wrote, or an id on the Hub that this "
-            "machine can reach."
+            f"{advice}Pass the folder that a model's save_pretrained wrote, or an id on the Hub that "
+            f"this machine can reach.{_random_hint(arguments)}"
         ) from error
     return model
+
+
+def _random_hint(arguments: Any) -> str:
+    """Return the remedy for a folder that has a configuration and no weights; "" for other folders
+    and for commands without random weights."""
+    folder = Path(arguments.model)
+    has_weights = any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))
+    if has_weights or not (folder / "config.json").exists() or not hasattr(arguments, "random"):
+        return ""
+    return " Or add --random: this folder has a configuration and no weights."

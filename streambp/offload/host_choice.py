@@ -39,6 +39,7 @@ from streambp.offload.manager import OffloadManager
 from streambp.offload.placement import Headroom, Placement, choose_placement
 
 COPY_GROUPS_IN_FLIGHT = 2  # groups of copies, each of one chunk
+ROUNDING = 1e-9  # relative error of sums of bytes
 PINNING_SECONDS_PER_BYTE = 0.5 / 2**30  # seconds for each byte of host memory
 MIN_RELATIVE_GAIN = 0.002  # fraction of a step's seconds below which nothing moves
 HEADROOM_STEPS = (
@@ -96,7 +97,7 @@ class MovingStep:
             inputs, on the host.
         headroom: bytes of the device for saved tensors.
         host: bytes of host memory for saved tensors.
-        in_flight: bytes of the device for copies that are under way.
+        copies: bytes of the device for copies that are under way.
         leaving: bytes that leave for the host.
         seconds: seconds of the step.
         pace: speed of the step's parts (forward, backward, products, attention, copies).
@@ -108,7 +109,7 @@ class MovingStep:
     free_bytes: float
     headroom: float
     host: float
-    in_flight: float
+    copies: float
     leaving: float
     seconds: float
     pace: StepSpeeds
@@ -131,9 +132,13 @@ def predicted_move(
         host: bytes of host memory for saved tensors.
         pace: speed of the step's parts.
     """
-    link = pace.forward * pace.link / len(costs)  # bytes that one layer's forward hides
-    in_flight = COPY_GROUPS_IN_FLIGHT * link * shape.chunk / shape.tokens
-    device_headroom = USABLE_FREE_FRACTION * max(0.0, free_bytes - in_flight)
+    sizes = [cost.scaled_to(shape.tokens).x for cost in costs.values()]
+    hidden = pace.forward * pace.link / len(costs)  # bytes that one layer's forward hides
+    # Copies of saved tensors that are under way take memory of the device. `free_bytes` already
+    # leaves out the copies of inputs.
+    group_share = COPY_GROUPS_IN_FLIGHT * shape.chunk / shape.tokens
+    link = min(hidden, max(sizes) + max(0.0, free_bytes) / group_share)
+    device_headroom = USABLE_FREE_FRACTION * max(0.0, free_bytes - group_share * link)
     is_unchunked = shape.chunk >= shape.tokens
     inputs: dict[int, float] = {}
     candidates = {}
@@ -150,10 +155,12 @@ def predicted_move(
     leaving = sum(placement.leaving.values())
     spared = placement.spared / pace.products
     waits = max(0.0, leaving / pace.link - (pace.backward - spared))
-    fits = free_bytes >= 0 and leaving <= host and placement.on_device <= max(0.0, free_bytes)
+    copies = group_share * max(0.0, leaving - sum(sizes)) / len(costs)
+    fits = free_bytes >= 0 and leaving <= host
+    fits = fits and placement.on_device + copies <= free_bytes * (1 + ROUNDING)
     spent = pace.total - spared + waits
     return MovingStep(
-        shape, fits, placement, free_bytes, device_headroom, host, in_flight, leaving, spent, pace
+        shape, fits, placement, free_bytes, device_headroom, host, copies, leaving, spent, pace
     )
 
 

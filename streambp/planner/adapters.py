@@ -45,7 +45,17 @@ def add_adapters(
     modules: str | list[str] = list(targets) or ALL_LINEARS
     if refused_names:
         modules = [name for name in names if name not in refused_names]
-    config = LoraConfig(r=rank, target_modules=modules, task_type="CAUSAL_LM")
+    missing = [target for target in targets if not _matches(model, target)]
+    if missing:
+        raise ConfigError(
+            f"{type(model).__name__} has no Linear named {', '.join(missing)}. Pass names of its "
+            f"Linears: --lora-targets {','.join(names)}."
+        )
+    # peft's class of causal language models takes `prepare_inputs_for_generation` from the model
+    generates = hasattr(model, "prepare_inputs_for_generation")
+    config = LoraConfig(
+        r=rank, target_modules=modules, task_type="CAUSAL_LM" if generates else None
+    )
     with mock.patch.object(nn.Module, APPLY_METHOD, _renew_tensors), warnings.catch_warnings():
         # warnings about peft's own calls are useless for a plan
         warnings.simplefilter("ignore")
@@ -57,6 +67,14 @@ def add_adapters(
                 f"({reason(error)}). Pass names of its Linears: --lora-targets "
                 f"{','.join(name for name in names if not _is_refused(model, name))}."
             ) from error
+
+
+def _matches(model: nn.Module, target: str) -> bool:
+    """True if a module of the model has the name `target`, or a path that ends with this name.
+    These are the modules that get adapters by peft."""
+    if target == ALL_LINEARS:
+        return True
+    return any(path == target or path.endswith(f".{target}") for path, _ in model.named_modules())
 
 
 def _is_refused(model: nn.Module, name: str) -> bool:

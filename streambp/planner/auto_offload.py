@@ -124,10 +124,7 @@ def _predict_chunks(
     saved = tuple(
         SavedTensors(name, choice.layers[name], count) for name, count in choice.bytes.items()
     )
-    hidden = forward * rates.link
-    copies = step.in_flight * min(1.0, step.leaving / hidden)
-    used_bytes = at.total + copies + placement.on_device
-    fits = at.total <= usable and step.leaving <= host_room
+    used_bytes = at.total + step.copies + placement.on_device
     return AutoOffloadStep(
-        size, fits, saved, step.leaving, placement.on_device, used_bytes, step.seconds
+        size, step.fits, saved, step.leaving, placement.on_device, used_bytes, step.seconds
     )

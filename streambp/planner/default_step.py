@@ -207,9 +207,8 @@ def _moving_step(step: MovingStep, rows: int, usable: float) -> DefaultStep:
     saved = tuple(
         SavedTensors(name, choice.layers[name], count) for name, count in choice.bytes.items()
     )
-    copies = step.in_flight * min(1.0, step.leaving / (step.pace.forward * step.pace.link))
     on_device = step.placement.on_device
-    used_bytes = usable - step.free_bytes + copies + on_device
+    used_bytes = usable - step.free_bytes + step.copies + on_device
     size = max(1, shape.chunk // rows)
     return DefaultStep(
         OUTCOME_STREAMED, size, True, saved, used_bytes, step.seconds, step.leaving, on_device

@@ -132,16 +132,27 @@ class PhaseLaws:
             order of the fields.
         k_block: number of keys in an attention block, the part of the keys that one kernel call
             reads.
+        floors: functions in the order of `laws`, which bound the predictions from below; empty: no
+            bound but 0. A step that streams keys and values from the host does all work of a step
+            that has them on the device. Its own functions are fitted through rows of many chunks,
+            and are too low for rows of few.
     """
 
     name: str
     laws: tuple[Law, ...]
     k_block: int
+    floors: tuple[Law, ...] = ()
 
     def at(self, step: Features) -> Work:
         """Return the FLOPs, bytes and dispatches of these phases in a step with the given features
         (T, C, number of chunks and so on)."""
-        return Work(*(max(0.0, law.at(step)) for law in self.laws))
+        predictions = [max(0.0, law.at(step)) for law in self.laws]
+        if self.floors:
+            predictions = [
+                max(prediction, floor.at(step))
+                for prediction, floor in zip(predictions, self.floors, strict=True)
+            ]
+        return Work(*predictions)
 
 
 def features(tokens: float, chunk: float, keys: float = 0.0, k_block: int = 0) -> Features:

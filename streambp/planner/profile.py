@@ -615,7 +615,8 @@ def method_from_json(value: Mapping[str, Any]) -> Method:
     parts = []
     for entry in value["work"]:
         laws = tuple(itertools.starmap(Law, entry["laws"]))
-        parts.append(PhaseLaws(entry["name"], laws, entry["k_block"]))
+        floors = tuple(itertools.starmap(Law, entry.get("floors", ())))
+        parts.append(PhaseLaws(entry["name"], laws, entry["k_block"], floors))
     split = value.get("split")
     split = split and SequenceSplit(
         **{**split, "heads": tuple(itertools.starmap(Heads, split["heads"]))}

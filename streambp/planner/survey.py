@@ -223,7 +223,28 @@ def survey(
         modules = module_tree(skeleton, shrunk_model, batch_size)
     shape = (name, dtype, len(shrunk_model.kinds), batch_size, groups, unsharded)
     mixers = assumed_kernels(skeleton.model, skeleton.mixers)
-    return Profile(*shape, tuple(methods), modules, tuple(left_out), mixers, **extra_fields)
+    return Profile(*shape, _with_floors(methods), modules, tuple(left_out), mixers, **extra_fields)
+
+
+def _with_floors(methods: Sequence[Method]) -> tuple[Method, ...]:
+    """Return the methods, where one that streams keys and values from the host is predicted to do
+    at least the work of the same method with keys and values on the device."""
+    on_device = {
+        (method.saves, method.offload, method.split): method
+        for method in methods
+        if method.chunked and not method.prefix_on_host
+    }
+    bounded = []
+    for method in methods:
+        floor = on_device.get((method.saves, method.offload, method.split))
+        if method.prefix_on_host and floor is not None:
+            laws = {part.name: part.laws for part in floor.work}
+            parts = []
+            for part in method.work:
+                parts.append(dataclasses.replace(part, floors=laws.get(part.name, ())))
+            method = dataclasses.replace(method, work=tuple(parts))
+        bounded.append(method)
+    return tuple(bounded)
 
 
 def _more_fields(skeleton: Skeleton) -> dict[str, Any]:

@@ -38,7 +38,7 @@ pytest.importorskip("peft", reason="adapters need peft")
 pytestmark = pytest.mark.filterwarnings("ignore:Move the model to an accelerator")
 CLASSES = 4  # of tokens, which go to the same experts
 LENGTH = 125
-MODELS_OF_AN_ERROR = 8  # gpt-oss's ratios scatter by a fifth from model to model
+MODELS_OF_AN_ERROR = {"gpt_oss": 16}  # its ratios scatter by a fifth; 8 of other families
 KINDS = tuple(
     kind
     for kind in itertools.product(FAMILIES, (False, True), ADAPTERS)
@@ -129,7 +129,7 @@ def errors_of(family, packed, adapters, settings):
         assert computed.keys() == expected.keys() == truth.keys() != set()
         squares[0] += relative_l2(computed, truth) ** 2
         squares[1] += relative_l2(expected, truth) ** 2
-        if draw % MODELS_OF_AN_ERROR == 0:
+        if draw % MODELS_OF_AN_ERROR.get(family, 8) == 0:
             yield squares[0] ** 0.5, squares[1] ** 0.5
             squares = [0.0, 0.0]
             assert "streams: 2 x" in str(streambp.describe(ours))

@@ -44,8 +44,19 @@ def test_more_room_is_never_slower_and_never_lies():
             assert step.fits
             assert step.leaving <= host
             assert step.placement.on_device <= step.headroom <= free_bytes
+            assert step.copies + step.placement.on_device <= free_bytes * (1 + 1e-9)
             assert step.seconds <= slowest
     assert predicted(9000.0).seconds < slowest
+
+
+def test_copies_have_room_on_the_device():
+    """In one chunk the copies of two layers are under way; with little room fewer tensors leave."""
+    shape = MicroBatchShape(TOKENS, TOKENS, TOKENS)
+    plenty, little = predicted(9000.0, shape=shape), predicted(700.0, shape=shape)
+    assert plenty.copies > 700.0
+    assert little.fits
+    assert 0 < little.copies <= 700.0
+    assert little.leaving < plenty.leaving
 
 
 def test_what_does_not_fit():

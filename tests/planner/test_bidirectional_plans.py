@@ -268,3 +268,14 @@ def test_the_planned_step_is_run_by_patch():
     assert bert_plan.choice is not None
     assert bert_plan.choice.method == "streambp"
     assert "Assumed: attention is bidirectional" in plan_table(bert_plan)
+
+
+def test_a_table_of_fewer_positions_than_counted_rows_is_no_hindrance():
+    """BERT slices buffers of 512 positions; rows of a count have thousands of tokens."""
+    sizes = {**SIZES, "max_position_embeddings": 512}
+    config = BertConfig(**sizes, **NO_DROPOUT, architectures=["BertForMaskedLM"])
+    profile = survey(
+        Skeleton(config, torch.bfloat16, None, 16, "cuda"), (streamed_recipe(),), tree=False
+    )
+    (method,) = profile.methods
+    assert {phase.name for phase in method.first} >= {"forward 0", "backward 0"}

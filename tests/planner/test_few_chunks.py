@@ -10,6 +10,8 @@ covers: planner/compose.py, planner/count.py, planner/sample_points.py, planner/
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from transformers import Gemma2Config, Gemma3TextConfig, Qwen3Config, Qwen3MoeConfig
@@ -161,3 +163,25 @@ def test_what_leaves_for_the_host_moves_as_much_more_at_any_length(number):
             counted[1][offloaded_part.name].traffic - counted[0][resident_part.name].traffic
         )
     assert total_traffic > 0
+
+
+def test_keys_on_the_host_take_no_less_work_than_keys_on_the_device():
+    """Their functions are fitted through rows of many chunks. In rows of one chunk they said less
+    than a step does whose keys stay on the device, so that plans chose them for short rows."""
+    profile = survey(
+        Skeleton(configs()["qwen3"], torch.bfloat16, None, 16, "cuda"),
+        (STREAMED_RECIPES[3], STREAMED_RECIPES[6]),
+        accumulating=False,
+        tree=False,
+    )
+    on_device, on_host = profile.methods
+    assert (on_device.prefix_on_host, on_host.prefix_on_host) == (False, True)
+    lower = 0
+    for length, chunk in ((256, 1024), (1024, 1024), (8192, 8192), (16_384, 8192), (65_536, 2048)):
+        for bound, part in zip(on_device.work, on_host.work, strict=True):
+            step = features(length, min(chunk, length), k_block=part.k_block)
+            least, work = bound.at(step), part.at(step)
+            assert all(value >= floor for value, floor in zip(work, least, strict=True))
+            without_floors = dataclasses.replace(part, floors=()).at(step)
+            lower += any(a < b for a, b in zip(without_floors, least, strict=True))
+    assert lower > 0

@@ -10,6 +10,7 @@ import json
 
 import pytest
 import torch
+from transformers import BertForMaskedLM, ModernBertModel
 
 from streambp.cli import commands
 from streambp.errors import ConfigError
@@ -106,3 +107,29 @@ def counted():
 def test_targets_on_the_command_line():
     line = ["plan", "m", "--gpu-memory", "8GiB", "--lora", "8", "--lora-targets", "q_proj,v_proj"]
     assert commands.parse(line).lora_targets == "q_proj,v_proj"
+
+
+def test_a_name_that_no_linear_has_is_refused():
+    """peft alone takes the other names, and trains less than was asked for."""
+    with pytest.raises(ConfigError, match="no Linear named vproj"):
+        Skeleton(
+            zoo.tiny_config("qwen3"),
+            torch.bfloat16,
+            4,
+            16,
+            "cuda",
+            lora_targets=("q_proj", "vproj"),
+        )
+
+
+@pytest.mark.parametrize("model", [BertForMaskedLM, ModernBertModel])
+def test_encoders_get_adapters(model):
+    """They do not generate, which peft's class of causal language models takes for granted."""
+    sizes = {
+        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "vocab_size": 64, "pad_token_id": 0,
+    }  # fmt: skip
+    config = model.config_class(**sizes, architectures=[model.__name__])
+    skeleton = Skeleton(config, torch.bfloat16, 4, 16, "cuda")
+    assert adapted_names(skeleton.model)
+    assert skeleton.without_adapters == ()

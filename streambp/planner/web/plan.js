@@ -119,7 +119,7 @@ function work(method, seq_len, chunk_size, setting) {
   const chunk = method.chunked ? Math.min(method.split ? chunk_size : chunk_size * ranks, seq_len) : 0;
   const step = features(seq_len, chunk, 0, method.work.length ? method.work[0].k_block : 0);
   const found = new Map(method.work.map((part) => [part.name, Object.fromEntries(QUANTITIES.map((name, place) =>
-    [name, Math.max(0, quantity(part.laws[place], step))]))]));
+    [name, Math.max(0, quantity(part.laws[place], step), part.floors.length ? quantity(part.floors[place], step) : 0)]))]));
   if (method.split) for (const part of found.values()) part.dispatches /= ranks;
   return found;
 }
