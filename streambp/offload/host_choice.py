@@ -132,21 +132,22 @@ def predicted_move(
         host: bytes of host memory for saved tensors.
         pace: speed of the step's parts.
     """
-    sizes = [cost.scaled_to(shape.tokens).x for cost in costs.values()]
+    inputs: dict[int, float] = {}
+    for index, cost in costs.items():
+        inputs[index] = cost.scaled_to(shape.tokens).x
+    largest_input = max(inputs.values())
     hidden = pace.forward * pace.link / len(costs)  # bytes that one layer's forward hides
     # Copies of saved tensors that are under way take memory of the device. `free_bytes` already
     # leaves out the copies of inputs.
     group_share = COPY_GROUPS_IN_FLIGHT * shape.chunk / shape.tokens
-    link = min(hidden, max(sizes) + max(0.0, free_bytes) / group_share)
+    link = min(hidden, largest_input + max(0.0, free_bytes) / group_share)
     device_headroom = USABLE_FREE_FRACTION * max(0.0, free_bytes - group_share * link)
     is_unchunked = shape.chunk >= shape.tokens
-    inputs: dict[int, float] = {}
     candidates = {}
     attending = 0.0
     copying = 0.0
     for index, cost in costs.items():
         scaled = cost.scaled_to(shape.tokens)
-        inputs[index] = scaled.x
         candidates[index] = list(cost.candidates(index, shape.tokens, shape.length, is_unchunked))
         attending += scaled.attention_flops * shape.length / cost.length / pace.attention
         copying += scaled.attn_out / pace.link
@@ -155,7 +156,7 @@ def predicted_move(
     leaving = sum(placement.leaving.values())
     spared = placement.spared / pace.products
     waits = max(0.0, leaving / pace.link - (pace.backward - spared))
-    copies = group_share * max(0.0, leaving - sum(sizes)) / len(costs)
+    copies = group_share * max(0.0, leaving - sum(inputs.values())) / len(costs)
     fits = free_bytes >= 0 and leaving <= host
     fits = fits and placement.on_device + copies <= free_bytes * (1 + ROUNDING)
     spent = pace.total - spared + waits

@@ -3,6 +3,8 @@ accepts."""
 
 from __future__ import annotations
 
+import functools
+import itertools
 import warnings
 from collections.abc import Callable, Sequence
 from unittest import mock
@@ -45,10 +47,10 @@ def add_adapters(
     modules: str | list[str] = list(targets) or ALL_LINEARS
     if refused_names:
         modules = [name for name in names if name not in refused_names]
-    missing = [target for target in targets if not _matches(model, target)]
-    if missing:
+    unknown_targets = list(itertools.filterfalse(functools.partial(_matches, model), targets))
+    if unknown_targets:
         raise ConfigError(
-            f"{type(model).__name__} has no Linear named {', '.join(missing)}. Pass names of its "
+            f"{type(model).__name__} has no Linear named {', '.join(unknown_targets)}. Pass names of its "
             f"Linears: --lora-targets {','.join(names)}."
         )
     # peft's class of causal language models takes `prepare_inputs_for_generation` from the model
@@ -70,8 +72,8 @@ def add_adapters(
 
 
 def _matches(model: nn.Module, target: str) -> bool:
-    """True if a module of the model has the name `target`, or a path that ends with this name.
-    These are the modules that get adapters by peft."""
+    """True if a module of the model has the name `target`, or a path that ends with this name. Peft
+    adds adapters to these modules."""
     if target == ALL_LINEARS:
         return True
     return any(path == target or path.endswith(f".{target}") for path, _ in model.named_modules())

@@ -134,8 +134,8 @@ class PhaseLaws:
             reads.
         floors: functions in the order of `laws`, which bound the predictions from below; empty: no
             bound but 0. A step that streams keys and values from the host does all work of a step
-            that has them on the device. Its own functions are fitted through rows of many chunks,
-            and are too low for rows of few.
+            that has them on the device. The functions in `laws` are fitted through rows of many
+            chunks, and are too low for rows of few chunks.
     """
 
     name: str
@@ -146,13 +146,10 @@ class PhaseLaws:
     def at(self, step: Features) -> Work:
         """Return the FLOPs, bytes and dispatches of these phases in a step with the given features
         (T, C, number of chunks and so on)."""
-        predictions = [max(0.0, law.at(step)) for law in self.laws]
-        if self.floors:
-            predictions = [
-                max(prediction, floor.at(step))
-                for prediction, floor in zip(predictions, self.floors, strict=True)
-            ]
-        return Work(*predictions)
+        work = Work(*(max(0.0, law.at(step)) for law in self.laws))
+        if not self.floors:
+            return work
+        return Work(*map(max, work, (floor.at(step) for floor in self.floors)))
 
 
 def features(tokens: float, chunk: float, keys: float = 0.0, k_block: int = 0) -> Features:

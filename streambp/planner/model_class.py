@@ -103,7 +103,7 @@ def inputs_of(model: nn.Module, ids: Tensor, encoder_len: int | None = None) -> 
         inputs["token_type_ids"] = torch.zeros_like(ids)
     if not is_encoder_decoder(model):
         for path, buffer in model.named_buffers():
-            # the embedding of BERT slices these buffers unless they are passed
+            # BERT's embedding slices these buffers if the arguments are left out.
             name = path.rpartition(".")[2]
             if name in ("position_ids", "token_type_ids") and buffer.shape[-1] < ids.shape[-1]:
                 inputs.setdefault(name, torch.zeros_like(ids))

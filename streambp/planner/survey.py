@@ -227,18 +227,23 @@ def survey(
 
 
 def _with_floors(methods: Sequence[Method]) -> tuple[Method, ...]:
-    """Return the methods, where one that streams keys and values from the host is predicted to do
-    at least the work of the same method with keys and values on the device."""
-    on_device = {
-        (method.saves, method.offload, method.split): method
-        for method in methods
-        if method.chunked and not method.prefix_on_host
-    }
+    """Return the methods with bounds for methods that stream keys and values from the host. Such a
+    step does all work of the step that has its keys and values on the device.
+
+    Args:
+        methods: the methods with their counted costs.
+    """
+    on_device: dict[Any, Method] = {}
+    for method in methods:
+        if method.chunked and not method.prefix_on_host:
+            on_device[method.saves, method.offload, method.split] = method
     bounded = []
     for method in methods:
         floor = on_device.get((method.saves, method.offload, method.split))
         if method.prefix_on_host and floor is not None:
-            laws = {part.name: part.laws for part in floor.work}
+            laws = {}
+            for part in floor.work:
+                laws[part.name] = part.laws
             parts = []
             for part in method.work:
                 parts.append(dataclasses.replace(part, floors=laws.get(part.name, ())))
@@ -700,8 +705,7 @@ def _fit_all_work(
     Args:
         counter: counted the steps.
         all_work: the work of each phase, by (T, C) of a counted step.
-        number: how many of the first (T, C) have copies to the host, which are fitted through these
-            points alone.
+        number: number of points, from the first on, through which copies to the host are fitted.
         fused: True if a fused kernel computes attention.
         ranks: number of ranks that the sequence is split over.
     """

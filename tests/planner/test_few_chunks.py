@@ -180,8 +180,8 @@ def test_keys_on_the_host_take_no_less_work_than_keys_on_the_device():
     for length, chunk in ((256, 1024), (1024, 1024), (8192, 8192), (16_384, 8192), (65_536, 2048)):
         for bound, part in zip(on_device.work, on_host.work, strict=True):
             step = features(length, min(chunk, length), k_block=part.k_block)
-            least, work = bound.at(step), part.at(step)
-            assert all(value >= floor for value, floor in zip(work, least, strict=True))
+            floors, work = bound.at(step), part.at(step)
+            assert all(value >= floor for value, floor in zip(work, floors, strict=True))
             without_floors = dataclasses.replace(part, floors=()).at(step)
-            lower += any(a < b for a, b in zip(without_floors, least, strict=True))
+            lower += any(a < b for a, b in zip(without_floors, floors, strict=True))
     assert lower > 0
