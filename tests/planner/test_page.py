@@ -141,7 +141,9 @@ def random_profile(seed, batch_size=1, experts=True, states=False, frozen=False)
             for share in shares
         )
         floors = tuple(Law(*(value * draw.choice([0.2, 1.5]) for value in law)) for law in laws)
-        return PhaseLaws(name, laws, draw.choice([2048, 16_384]), draw.choice([(), floors]))
+        return PhaseLaws(
+            name, laws, draw.choice([2048, 16_384]), draw.choice([(), (), (), (), floors])
+        )
 
     def method(recipe):
         chunked, config = recipe.config is not None, recipe.config
