@@ -279,9 +279,12 @@ def test_groups_on_the_command_line(tmp_path, capsys, monkeypatch):
     table = capsys.readouterr().out
     assert "does not fit" in table
     assert "StreamConfig" not in table
-    for wrong in ([], ["--prompt", "1k", "--seq-len", "512"]):
+    for wrong, message in (
+        ([], "needs --prompt"),
+        (["--prompt", "1k", "--seq-len", "512"], "Raise --seq-len above --prompt"),
+    ):
         assert main([*ask, *wrong]) == 2
-        assert "needs --prompt" in capsys.readouterr().err
+        assert message in capsys.readouterr().err
 
 
 def test_pairs_of_a_padded_batch_are_those_of_its_tree():
