@@ -104,14 +104,15 @@ def code_cells(path):
 
 
 def shapes_of_outputs(path):
-    """For each cell: the first words of each printed line, and a name for each chart."""
+    """For each cell: the first words of its printed lines, and a name for a chart. Errors of a
+    table are sorted, in an order that differs between machines."""
     shapes = []
     for cell in code_cells(path):
         shape = []
         for output in cell["outputs"]:
             lines = output.get("text", ["a chart"])
             shape += [re.split(r"[\d(]", line.strip())[0] for line in lines]
-        shapes.append(shape)
+        shapes.append(sorted(set(shape)))
     return shapes
 
 
