@@ -70,8 +70,8 @@ def main() -> None:
         else compare_activation_peaks(model, config, batches[0].to(device))
     )
     streambp.patch(model, config)
-    print(f"\n{streambp.describe(model)}\n")
     run = train(model, batches, args.steps, args.learning_rate, device)
+    print(f"\n{streambp.describe(model)}\n")  # what a step did
 
     model.save_pretrained(args.output)
     tokenizer.save_pretrained(args.output)
