@@ -507,7 +507,8 @@ def _random_hint(arguments: Any) -> str:
     """Return the remedy for a folder that has a configuration and no weights; "" for other folders
     and for commands without random weights."""
     folder = Path(arguments.model)
-    has_weights = any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))
-    if has_weights or not (folder / "config.json").exists() or not hasattr(arguments, "random"):
+    if not hasattr(arguments, "random") or not (folder / "config.json").is_file():
+        return ""
+    if any(folder.glob("*.safetensors")) or any(folder.glob("*.bin")):
         return ""
     return " Or add --random: this folder has a configuration and no weights."

@@ -132,9 +132,11 @@ def predicted_move(
         host: bytes of host memory for saved tensors.
         pace: speed of the step's parts.
     """
+    scaled_costs = {}
     inputs: dict[int, float] = {}
     for index, cost in costs.items():
-        inputs[index] = cost.scaled_to(shape.tokens).x
+        scaled_costs[index] = cost.scaled_to(shape.tokens)
+        inputs[index] = scaled_costs[index].x
     largest_input = max(inputs.values())
     hidden = pace.forward * pace.link / len(costs)  # bytes that one layer's forward hides
     # Copies of saved tensors that are under way take memory of the device. `free_bytes` already
@@ -147,7 +149,7 @@ def predicted_move(
     attending = 0.0
     copying = 0.0
     for index, cost in costs.items():
-        scaled = cost.scaled_to(shape.tokens)
+        scaled = scaled_costs[index]
         candidates[index] = list(cost.candidates(index, shape.tokens, shape.length, is_unchunked))
         attending += scaled.attention_flops * shape.length / cost.length / pace.attention
         copying += scaled.attn_out / pace.link

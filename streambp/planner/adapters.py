@@ -3,8 +3,6 @@ accepts."""
 
 from __future__ import annotations
 
-import functools
-import itertools
 import warnings
 from collections.abc import Callable, Sequence
 from unittest import mock
@@ -47,7 +45,10 @@ def add_adapters(
     modules: str | list[str] = list(targets) or ALL_LINEARS
     if refused_names:
         modules = [name for name in names if name not in refused_names]
-    unknown_targets = list(itertools.filterfalse(functools.partial(_matches, model), targets))
+    unknown_targets: list[str] = []
+    for target in targets:
+        if not _matches(model, target):
+            unknown_targets.append(target)
     if unknown_targets:
         raise ConfigError(
             f"{type(model).__name__} has no Linear named {', '.join(unknown_targets)}. Pass names of its "

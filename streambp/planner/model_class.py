@@ -102,9 +102,9 @@ def inputs_of(model: nn.Module, ids: Tensor, encoder_len: int | None = None) -> 
     if _has_prefix(model):
         inputs["token_type_ids"] = torch.zeros_like(ids)
     if not is_encoder_decoder(model):
-        for path, buffer in model.named_buffers():
-            # BERT's embedding slices these buffers if the arguments are left out.
-            name = path.rpartition(".")[2]
+        # BERT slices these buffers of its embeddings if the arguments are left out. A tower has
+        # buffers of the same names, which are not the text's.
+        for name, buffer in _embeddings_of(model).named_buffers(recurse=False):
             if name in ("position_ids", "token_type_ids") and buffer.shape[-1] < ids.shape[-1]:
                 inputs.setdefault(name, torch.zeros_like(ids))
         return inputs
@@ -121,6 +121,16 @@ def inputs_of(model: nn.Module, ids: Tensor, encoder_len: int | None = None) -> 
     # its table of positions is sliced unless a position is passed for each token
     inputs["decoder_position_ids"] = torch.arange(length, device=ids.device)[None]
     return inputs
+
+
+def _embeddings_of(model: nn.Module) -> nn.Module:
+    """Return the module whose child is the model's input embedding; the model itself if no module
+    has such a child."""
+    embedding = getattr(model, "get_input_embeddings", lambda: None)()
+    for module in model.modules():
+        if any(child is embedding for child in module.children()):
+            return module
+    return model
 
 
 def check_encoder_len(model: nn.Module, encoder_len: int | None) -> None:

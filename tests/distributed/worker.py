@@ -63,10 +63,10 @@ def batches(rank, case):
 @dataclasses.dataclass
 class TrainingResult:
     """Gradients of every step and weights after the last, by name; losses of evaluations;
-    collectives; the engines of its forwards; how its layers ran, and their classes; what `describe` says about
-    offloading, and the bytes of the engine's own; what it says about the head, about saves, about
-    adapters, and about rows that share prefixes; how often an adapted Linear was one operation; how
-    often attention's forward ran in the last micro-batch."""
+    collectives; the engines of its forwards; how its layers ran, and their classes; what
+    `describe` says about offloading, and the bytes of the engine's own; what it says about the
+    head, about saves, about adapters, and about rows that share prefixes; how often an adapted
+    Linear was one operation; how often attention's forward ran in the last micro-batch."""
 
     gradients: dict = dataclasses.field(default_factory=dict)
     weights: dict = dataclasses.field(default_factory=dict)

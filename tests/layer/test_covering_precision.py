@@ -1,8 +1,8 @@
 """The covering table in bfloat16: our error is at most 1.05 times the unpatched model's own, on
 average over models.
 
-The truth is float32 with the same stored values. Experts are chosen by a token's number: a token that
-goes to another expert is a larger error than any rounding.
+The truth is float32 with the same stored values. Experts are chosen by a token's number: a token
+that goes to another expert is a larger error than any rounding.
 
 covers: layer/packed_experts.py, layer/expert_adapters.py, layer/adapters.py, offload/ranges.py
 """

@@ -12,6 +12,8 @@ from transformers import (
     BertConfig,
     Gemma3TextConfig,
     LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
     ModernBertConfig,
     PaliGemmaConfig,
 )
@@ -279,3 +281,13 @@ def test_a_table_of_fewer_positions_than_counted_rows_is_no_hindrance():
     )
     (method,) = profile.methods
     assert {phase.name for phase in method.first} >= {"forward 0", "backward 0"}
+
+
+def test_positions_of_a_tower_are_not_the_texts():
+    """Its buffers are shorter than rows of text, too."""
+    text = {"model_type": "llama", **SIZES, "num_key_value_heads": 2}
+    vision = {**SIZES, "model_type": "clip_vision_model", "image_size": 16, "patch_size": 4}
+    model = LlavaForConditionalGeneration(LlavaConfig(text_config=text, vision_config=vision))
+    assert any(name.endswith("position_ids") for name, _ in model.named_buffers())
+    ids = torch.zeros(1, 4096, dtype=torch.long)
+    assert model_class.inputs_of(model, ids).keys() == {"input_ids"}

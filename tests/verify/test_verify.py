@@ -250,7 +250,14 @@ def test_a_broken_checkpoint_exits_with_2(checkpoint, tmp_path, capsys):
     path = checkpoint("llama")
     (tmp_path / "llama" / "model.safetensors").write_bytes(b"not a checkpoint")
     assert cli.main(["verify", path]) == 2
-    assert "could not be loaded" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "could not be loaded" in error
+    assert "--random" not in error
+    (tmp_path / "llama" / "model.safetensors").unlink()
+    assert cli.main(["verify", path]) == 2
+    assert (
+        "Or add --random: this folder has a configuration and no weights" in capsys.readouterr().err
+    )
 
 
 def test_too_little_host_memory_is_named(monkeypatch):
