@@ -73,7 +73,7 @@ PLACES = {
         model/split.py:refuse_replicas
         planner/model_class.py:fixed_positions
         planner/model_class.py:refuse_other_biases
-        planner/survey.py:_count_method
+        planner/survey.py:_groups_of_points
         planner/survey.py:survey
     """,
 }
@@ -116,7 +116,6 @@ def code_places() -> Iterator[str]:
         yield from (f"{name}:{scope}" for scope in sorted(places_in(path.read_text("utf-8"))))
 
 
-@pytest.mark.full
 def test_each_place_that_names_cuda_has_its_reason():
     """A place that asks a device for its name hides what follows from every other accelerator, and
     from these tests."""
