@@ -234,6 +234,25 @@ class LayerCost(NamedTuple):
             yield Candidate(index, name, size, float(f"{flops_per_byte[name]:.2e}"))
 
 
+def inputs_and_candidates(
+    costs: Mapping[int, LayerCost], tokens: int, length: int, is_unchunked: bool
+) -> tuple[dict[int, float], dict[int, list[Candidate]]]:
+    """Return the bytes of each layer's input, and the tensors that each layer may save.
+
+    Args:
+        costs: bytes and FLOPs of the tensors that each layer may save, by the layer's index.
+        tokens: tokens over all rows.
+        length: tokens of each row.
+        is_unchunked: True if the call is one chunk.
+    """
+    inputs: dict[int, float] = {}
+    candidates: dict[int, list[Candidate]] = {}
+    for index, cost in costs.items():
+        inputs[index] = cost.scaled_to(tokens).x
+        candidates[index] = list(cost.candidates(index, tokens, length, is_unchunked))
+    return inputs, candidates
+
+
 @dataclasses.dataclass
 class ObservedCosts:
     """Measurements of one layer's forward, chunk by chunk: bytes and FLOPs of the tensors that the

@@ -32,13 +32,23 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from streambp.device import run_and_watch_draws
-from streambp.offload.costs import HostStepFigures, LayerCost, host_exclusions
+from streambp.offload.costs import (
+    HostStepFigures,
+    LayerCost,
+    host_exclusions,
+    inputs_and_candidates,
+)
 from streambp.offload.free_memory import UNLIMITED_BYTES
 from streambp.offload.link import USABLE_FREE_FRACTION
 from streambp.offload.manager import OffloadManager
-from streambp.offload.placement import Headroom, Placement, choose_placement
+from streambp.offload.placement import (
+    COPY_GROUPS_IN_FLIGHT,
+    Headroom,
+    Placement,
+    choose_placement,
+    room_beside_copies,
+)
 
-COPY_GROUPS_IN_FLIGHT = 2  # groups of copies, each of one chunk
 ROUNDING = 1e-9  # relative error of sums of bytes
 PINNING_SECONDS_PER_BYTE = 0.5 / 2**30  # seconds for each byte of host memory
 MIN_RELATIVE_GAIN = 0.002  # fraction of a step's seconds below which nothing moves
@@ -132,25 +142,18 @@ def predicted_move(
         host: bytes of host memory for saved tensors.
         pace: speed of the step's parts.
     """
-    scaled_costs = {}
-    inputs: dict[int, float] = {}
-    for index, cost in costs.items():
-        scaled_costs[index] = cost.scaled_to(shape.tokens)
-        inputs[index] = scaled_costs[index].x
-    largest_input = max(inputs.values())
+    chunk_fraction = shape.chunk / shape.tokens
+    inputs, candidates = inputs_and_candidates(
+        costs, shape.tokens, shape.length, is_unchunked=shape.chunk >= shape.tokens
+    )
     hidden = pace.forward * pace.link / len(costs)  # bytes that one layer's forward hides
-    # Copies of saved tensors that are under way take memory of the device. `free_bytes` already
-    # leaves out the copies of inputs.
-    group_share = COPY_GROUPS_IN_FLIGHT * shape.chunk / shape.tokens
-    link = min(hidden, largest_input + max(0.0, free_bytes) / group_share)
-    device_headroom = USABLE_FREE_FRACTION * max(0.0, free_bytes - group_share * link)
-    is_unchunked = shape.chunk >= shape.tokens
-    candidates = {}
+    link, device_headroom = room_beside_copies(
+        hidden, max(inputs.values()), USABLE_FREE_FRACTION * free_bytes, chunk_fraction
+    )
     attending = 0.0
     copying = 0.0
-    for index, cost in costs.items():
-        scaled = scaled_costs[index]
-        candidates[index] = list(cost.candidates(index, shape.tokens, shape.length, is_unchunked))
+    for cost in costs.values():
+        scaled = cost.scaled_to(shape.tokens)
         attending += scaled.attention_flops * shape.length / cost.length / pace.attention
         copying += scaled.attn_out / pace.link
     headroom = Headroom(host, link, device_headroom, host_exclusions(attending, copying))
@@ -158,7 +161,8 @@ def predicted_move(
     leaving = sum(placement.leaving.values())
     spared = placement.spared / pace.products
     waits = max(0.0, leaving / pace.link - (pace.backward - spared))
-    copies = group_share * max(0.0, leaving - sum(inputs.values())) / len(costs)
+    copied_bytes = max(0.0, leaving - sum(inputs.values())) / len(costs)
+    copies = COPY_GROUPS_IN_FLIGHT * chunk_fraction * copied_bytes
     fits = free_bytes >= 0 and leaving <= host
     fits = fits and placement.on_device + copies <= free_bytes * (1 + ROUNDING)
     spent = pace.total - spared + waits

@@ -54,6 +54,12 @@ class LinkBudget:
         self._memory = {}
         return self.measured.get(length.bit_length())
 
+    @property
+    def is_measured(self) -> bool:
+        """True if a step has measured the device's memory for saved tensors. Copies that are under
+        way then take a part of it. A user's `gpu_memory` is for tensors that stay alone."""
+        return self.on_device and self.manager.gpu_memory is not None
+
     def room_on_device(self, tokens: int) -> float:
         """Return the bytes of the manager's `gpu_memory` that are free for saved tensors that stay
         on the device. K and V of one layer and saved tensors of earlier micro-batches are

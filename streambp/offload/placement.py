@@ -23,6 +23,7 @@ from typing import Any
 
 from streambp.offload.costs import Candidate
 
+COPY_GROUPS_IN_FLIGHT = 2  # groups of copies, each of one chunk
 INPUT_NAME = "x"  # name of a layer's input
 MAX_PRICES = 12  # prices of a room that are tried; of more prices, every n-th by size
 MAX_COMBINED_TENSORS = (
@@ -123,6 +124,25 @@ class Placement:
             for candidates in self.saved.values()
             for candidate in candidates
         )
+
+
+def room_beside_copies(
+    link: float, largest_input: float, device: float, chunk_fraction: float
+) -> tuple[float, float]:
+    """Return two limits: bytes of a layer's copies to the host, and bytes of the device for tensors
+    that stay. Copies need memory of the device until they end. A device with little room therefore
+    copies less.
+
+    Args:
+        link: bytes that the link copies to the host while one layer computes forward.
+        largest_input: bytes of the largest layer's input, whose copies have memory already.
+        device: free bytes of the device.
+        chunk_fraction: tokens of a chunk, divided by the tokens of the micro-batch.
+    """
+    # The copies of so many layers need memory at the same time.
+    fraction = COPY_GROUPS_IN_FLIGHT * chunk_fraction
+    link = min(link, largest_input + max(0.0, device) / fraction)
+    return link, max(0.0, device - fraction * link)
 
 
 def choose_placement(

@@ -71,11 +71,12 @@ from streambp.offload.costs import (
     Shortage,
     StepFigures,
     host_exclusions,
+    inputs_and_candidates,
 )
 from streambp.offload.free_memory import host_limit
 from streambp.offload.host_choice import HostChoice, MicroBatchShape, MovingStep
 from streambp.offload.link import LinkBudget
-from streambp.offload.placement import Headroom, Placement, choose_placement
+from streambp.offload.placement import Headroom, Placement, choose_placement, room_beside_copies
 
 # fraction of the initial free memory; smaller deviations are ignored
 IGNORED_FREE_MEMORY_FRACTION = 0.01
@@ -146,7 +147,7 @@ class SavesPolicy:
             weakref.WeakSet()
         )  # instances of `layer.saved.SavedForBackward`
         # choices with offload="auto", by the measurements and the device's room
-        self._places: dict[tuple[ForwardMeasurement, float], Placement] = {}
+        self._places: dict[tuple[ForwardMeasurement, float, float, bool], Placement] = {}
         self._batch = BatchSaves()
         self.margins: dict[tuple[Any, ...], Shortage] = {}  # by `Shortage.key`
 
@@ -581,28 +582,27 @@ class SavesPolicy:
         on_device = link.room_on_device(tokens) * measured.tokens / tokens
         # Steps of other lengths have other rooms. Few different rooms need few choices.
         on_device -= on_device % (model_cost.x / HEADROOM_STEPS_PER_INPUT)
-        inputs: dict[int, float] = {}
-        candidates: dict[int, list[Candidate]] = {}
-        for index, cost in costs.items():
-            inputs[index] = cost.scaled_to(measured.tokens).x
-            candidates[index] = list(cost.candidates(index, measured.tokens, measured.length))
-        headroom = Headroom(measured.host, hidden / len(costs), on_device, never_leave)
-        key = measured, on_device
+        is_unchunked = chunk >= tokens
+        inputs, candidates = inputs_and_candidates(
+            costs, measured.tokens, measured.length, is_unchunked
+        )
+        per_layer = hidden / len(costs)
+        if link.is_measured:
+            per_layer, on_device = room_beside_copies(
+                per_layer, max(inputs.values()), on_device, chunk / tokens
+            )
+        headroom = Headroom(measured.host, per_layer, on_device, never_leave)
+        key = measured, per_layer, on_device, is_unchunked
         if key not in self._places:
             self._places[key] = choose_placement(inputs, candidates, headroom)
         placement = self._places[key]
         self._batch.plan = placement.saved
         if self.keeps:
             link.manager.staying = placement.staying
-        self.latest = SavesChoice(
-            measured.tokens,
-            measured.length,
-            chunk,
-            min(hidden, measured.host) + on_device - model_cost.x,
-            placement.saved,
-            measured,
-            model_cost.x,
-        )
+        inputs_bytes = model_cost.x
+        room = min(hidden, measured.host) + on_device - inputs_bytes
+        shape = MicroBatchShape(measured.tokens, measured.length, chunk)
+        self.latest = SavesChoice(*shape, room, placement.saved, measured, inputs_bytes)
         self.latest.on_device = placement.on_device
         full = f"the {'host' if measured.host < hidden else 'link'} has no room"
         self.latest.explain(model_cost, len(costs), never_leave, full)

@@ -65,14 +65,18 @@ def h200(length, **changes):
 
 class Choice:
     """What a model of one layer that costs so much saves, on the host and so many bytes of the
-    device."""
+    device, in chunks of a quarter of the row. With `is_measured` a step has measured these
+    bytes."""
 
-    def __init__(self, cost, measured, host=math.inf, device=0.0):
+    def __init__(
+        self, cost, measured, host=math.inf, device=0.0, is_measured=False, chunk_fraction=0.25
+    ):
         measured = dataclasses.replace(measured, host=host)
         self.manager = SimpleNamespace(staying=None)
         link = SimpleNamespace(
             begin=lambda length: measured,
             room_on_device=lambda tokens: device,
+            is_measured=is_measured,
             manager=self.manager,
         )
         policy = SavesPolicy(
@@ -81,7 +85,8 @@ class Choice:
         policy.figures.costs[0] = LayerCost(
             torch.device("cpu"), cost, 0.0, measured.tokens, measured.length, 1
         )
-        policy._begin_on_host(link, *[measured.length] * 3)
+        chunk = int(measured.length * chunk_fraction)
+        policy._begin_on_host(link, measured.length, measured.length, chunk)
         self.latest = policy.latest
         self.saves, self.measured = tuple(self.latest.layers), measured
         self.bytes = self.latest.leaving
@@ -116,6 +121,23 @@ def test_nothing_is_saved_that_the_host_has_no_room_for():
     choice = Choice(cost, h200(65536, seconds=1e9), cost.x + cost.attn_out + 1)
     assert choice.saves == ("attn_out",)
     assert choice.latest.left_out["kv"] == "the host has no room"
+
+
+def test_copies_have_room_that_a_step_has_measured():
+    """In one chunk the copies of two layers are under way; with little room fewer tensors leave."""
+    cost = qwen3_8b(65536)
+    copied = {}
+    for chunk_fraction in (0.25, 1.0):
+        plenty = Choice(cost, h200(65536, seconds=1e9), device=0.0, chunk_fraction=chunk_fraction)
+        little = Choice(
+            cost, h200(65536, seconds=1e9), math.inf, 3.0 * cost.x, True, chunk_fraction
+        )
+        assert plenty.bytes > 5 * cost.x
+        copied[chunk_fraction] = little.bytes - cost.x
+        room = copied[chunk_fraction] * 2 * chunk_fraction + little.latest.on_device
+        assert 0 < room <= 3.0 * cost.x
+    assert copied[1.0] < copied[0.25]
+    assert "kv" not in Choice(cost, h200(65536, seconds=1e9), chunk_fraction=1.0).saves
 
 
 def test_a_link_that_inputs_fill_carries_nothing_else():

@@ -16,7 +16,7 @@ import pytest
 from streambp.offload import host_choice
 from streambp.offload.costs import ForwardMeasurement, StepFigures
 from streambp.offload.link import USABLE_FREE_FRACTION
-from streambp.offload.policy import SavesPolicy
+from streambp.offload.policy import HEADROOM_STEPS_PER_INPUT, SavesPolicy
 from streambp.planner.auto_offload import predict_auto_offload
 from streambp.planner.layer_costs import costs_from_json
 from streambp.planner.plan import AUTO_OFFLOAD_CHUNK_TOKENS, Memory, plan_profile
@@ -61,15 +61,18 @@ def test_it_is_the_choice_of_a_step():
     """The policy of a patched model, with the plan's numbers as the measured ones."""
     method = profile().method(HOST)
     setting = Setting(optimizer=0)
-    usable, host = 3 * GIB, 1.5 * GIB
+    host = 9 * GIB
+    at = peak(profile(), method, TOKENS, 8192, setting).total
+    inputs = sum(cost.scaled_to(TOKENS).x for cost in costs_from_json(profile().saves).values())
+    unit = inputs / HEADROOM_STEPS_PER_INPUT  # a step's room is rounded to it
+    usable = at + 100.0001 * unit / USABLE_FREE_FRACTION
     step = predicted(usable, host)
     forward = sum(kernels(work(method, TOKENS, 8192, setting)["forward"], RATES))
     measured = ForwardMeasurement(TOKENS, TOKENS, forward, RATES.link, RATES.forward, host)
-    at = peak(profile(), method, TOKENS, 8192, setting).total
-    copy_bytes = 2 * forward * RATES.link / profile().layers * 8192 / TOKENS
     link = SimpleNamespace(
         begin=lambda length: measured,
-        room_on_device=lambda tokens: USABLE_FREE_FRACTION * (usable - at - copy_bytes),
+        room_on_device=lambda tokens: USABLE_FREE_FRACTION * (usable - at),
+        is_measured=True,
         manager=SimpleNamespace(staying=None),
     )
     figures = StepFigures(costs=at_length(costs_from_json(profile().saves)))
