@@ -26,6 +26,7 @@ MODEL_PAGE = re.compile(
 OTHER_PAGES = ("datasets", "spaces", "docs", "papers", "blog", "collections", "posts", "learn")
 MAX_STEP_TOKENS = 2**30  # maximal tokens of a step that runs
 CONFIG_FILE, ADAPTER_FILE = "config.json", "adapter_config.json"
+SPLITS = ("ulysses", "context_parallel")  # arguments that share each row among ranks
 LAUNCH_EXAMPLE = "streambp launch --chunk-size 8k -- trl sft ..."
 PLAN_EXAMPLE = "streambp plan Qwen/Qwen3-8B --gpu-memory 24GiB --lora 16"
 
@@ -171,6 +172,12 @@ def _check_plan(arguments: Any) -> None:
             f"--bits {arguments.bits} is of frozen weights, and full training freezes none. Add "
             "--lora 16, or leave it out."
         )
+    gpus = max(arguments.gpus or 1, arguments.ulysses, arguments.context_parallel)
+    if arguments.weights == "cpu" and gpus > 1:
+        raise ConfigError(
+            f"--weights cpu takes one process, and the plan is for {gpus} GPUs. Leave --weights "
+            "cpu out."
+        )
     _check_batch(arguments)
 
 
@@ -208,6 +215,13 @@ def _check_batch(arguments: Any) -> None:
             flags.append(f"--{name.replace('_', '-')}")
     if len(flags) > 1:
         raise ConfigError(f"{' and '.join(flags)} each describe a micro-batch: pass one of them.")
+    for name in SPLITS:
+        ranks = getattr(arguments, name)
+        if flags and ranks > 1:
+            raise ConfigError(
+                f"{flags[0]} plans a micro-batch on one rank, and --{name.replace('_', '-')} "
+                f"{ranks} shares each row among ranks. Leave one of them out."
+            )
     if arguments.prompt is not None and arguments.group is None:
         raise ConfigError(
             "--prompt is a part of a group's rows, and there is no --group. Add --group 8, or "

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import re
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,31 @@ def parse(words: Sequence[str]) -> Any:
     return arguments
 
 
+def name_options(message: str, names: Iterable[str]) -> str:
+    """Return an error's message in the words of the command line: "--chunk-size is '0'" for
+    "chunk_size is '0'", and "--offload cpu" for "offload='cpu'".
+
+    Args:
+        message: the message, which names arguments of Python functions.
+        names: the command's arguments. A sentence may contain a name of one word. Such a name is
+            replaced at the message's start and before a value.
+    """
+    for name in names:
+        option = f"--{name.replace('_', '-')}"
+        message = re.sub(rf"(?<![\w.(,`-]){name}='(\w+)'", rf"{option} \1", message)
+        if "_" in name:
+            pattern = rf"(?<![\w.(\"'`=-]){name}(?![\w.(=\"'`-])"
+        else:
+            pattern = rf"\A{name}(?= (?:is|names) )"
+        message = re.sub(pattern, option, message)
+    return re.sub(r"\[('[^\[\]]*')\]", _unquoted, message)
+
+
+def _unquoted(match: re.Match[str]) -> str:
+    """Return the first group of a match without quotes."""
+    return match[1].replace("'", "")
+
+
 def run(arguments: Any) -> int:
     """Run a command with the parsed arguments of `parse`, and return its exit code.
 
@@ -62,7 +88,8 @@ def run(arguments: Any) -> int:
             code: int = getattr(runs, f"run_{arguments.command}")(arguments)
         return code
     except StreamBPError as error:
-        raise StreamBPError(f"{name}: {error}") from error
+        message = name_options(str(error), vars(arguments))
+        raise StreamBPError(f"{name}: {message}") from error
     except Exception as error:  # exit code 1 would mean a verdict
         if "torch" in sys.modules and importlib.import_module("streambp.device").is_out_of_memory(
             error

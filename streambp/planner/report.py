@@ -12,6 +12,7 @@ from typing import Any, TextIO
 
 from streambp.model.record import OUTCOME_UNPATCHED, SavedTensors
 from streambp.offload.costs import GRAPH
+from streambp.offload.free_memory import RESERVED_BYTES
 from streambp.planner.auto_offload import AutoOffloadStep
 from streambp.planner.default_step import DefaultStep
 from streambp.planner.host_weights import WEIGHT_SLOTS
@@ -194,7 +195,7 @@ def _choice(plan: Plan) -> list[str]:
             + (f": {reason}." if reason is not None else ".")
         ]
     elif plan.default_wins and plan.by_default is not None:
-        lines = [f"{plan.seq_len:,} tokens: streambp.patch(model)"]
+        lines = [f"{tokens_text(plan.seq_len)}: streambp.patch(model)"]
         lines.append(_default_line(plan, plan.by_default))
         lines.append("  With every setting fixed it is slower:")
         lines += [f"  {line}" for line in _chosen_lines(plan, plan.choice)]
@@ -224,6 +225,11 @@ def _default_line(plan: Plan, default: DefaultStep) -> str:
     how = f"chunks of {default.chunk_size:,}"
     if not plan.default_wins:
         how = f"{DEFAULT_PATCH_TEXT}: {how}"
+    if not default.fits and default.peak <= plan.memory.usable:
+        return (
+            f"  {how}, {bytes_text(default.peak)}: does not fit beside the "
+            f"{bytes_text(RESERVED_BYTES)} that the default leaves free"
+        )
     if not default.fits:
         return f"  {how}, {default.peak / GIB:.1f} GiB: does not fit"
     if default.way == OUTCOME_UNPATCHED:
@@ -233,7 +239,7 @@ def _default_line(plan: Plan, default: DefaultStep) -> str:
     if default.leaving:
         how += f", moves {default.leaving / GIB:.1f} GiB to the host"
     on = f", on {device_text(plan.rates)}" if plan.default_wins else ""
-    return f"  {how}; peak {default.peak / GIB:.1f} GiB, {duration(default.seconds)} a step{on}"
+    return f"  {how}; peak {bytes_text(default.peak)}, {duration(default.seconds)} a step{on}"
 
 
 def _both_rooms_lines(both_rooms: AutoOffloadStep) -> list[str]:
@@ -356,9 +362,9 @@ def _chosen_lines(plan: Plan, choice: Choice) -> list[str]:
     on_host = choice.on_host
     safest = plan.safest
     lines = [
-        f"{choice.seq_len:,} tokens: {config_code(choice)}",
-        f"  peak {peak.total / GIB:.1f} GiB in {phase_text(peak.phase)}, {peak.host / GIB:.1f} "
-        f"GiB of host memory, {choice.flops / 1e15:.1f} PFLOP",
+        f"{tokens_text(choice.seq_len)}: {config_code(choice)}",
+        f"  peak {bytes_text(peak.total)} in {phase_text(peak.phase)}, {bytes_text(peak.host)} of "
+        f"host memory, {_flops_text(choice.flops)}",
     ]
     speed = throughput(spent, choice.seq_len, plan.profile.batch_size, plan.setting)
     parts = {
@@ -434,6 +440,26 @@ def duration(seconds: float) -> str:
     if 0.0 < seconds < 0.1:
         return f"{1000 * seconds:.3g} ms"
     return f"{seconds:.2f} s"
+
+
+def tokens_text(tokens: int) -> str:
+    """Return a number of tokens as text: "65,536 tokens", or "1 token"."""
+    return f"{tokens:,} token{'' if tokens == 1 else 's'}"
+
+
+def bytes_text(size: float) -> str:
+    """Return a number of bytes as text in GiB, or in MiB if the number would round to 0.0 GiB."""
+    if 0.0 < size < 0.05 * GIB:
+        return f"{size / 2**20:.1f} MiB"
+    return f"{size / GIB:.1f} GiB"
+
+
+def _flops_text(flops: float) -> str:
+    """Return a number of FLOPs as text in PFLOP, or in smaller units that do not round to 0.0."""
+    for unit, name in ((1e15, "PFLOP"), (1e12, "TFLOP")):
+        if flops >= 0.05 * unit:
+            return f"{flops / unit:.1f} {name}"
+    return f"{flops / 1e9:.1f} GFLOP"
 
 
 def phase_text(name: str) -> str:

@@ -46,7 +46,9 @@ INVALID_LINES = {
     "plan https://example.com/a/b --gpu-memory 8GiB": "like https://huggingface.co/Qwen/Qwen3-8B",
     f"{PLAN} --html /": "Pass another file", f"{PLAN} --measure-device /": "Pass another file",
     f"{PLAN} --kernels": "requires an argument", f"{PLAN} --mixers fla": "one of kernels, torch, installed",
-    f"{PLAN} --reserve 100%": "from 0 to 0.99",
+    f"{PLAN} --reserve 100%": "from 0 to 0.99", f"{PLAN} --weights cpu --gpus 2": "Leave --weights cpu out",
+    f"{PLAN} --group 4 --prompt 8k --ulysses 2": "and --ulysses 2 shares each row",
+    f"{PLAN} --mean-length 2k --context-parallel 4": "--context-parallel 4 shares each row",
 }  # fmt: skip
 
 
@@ -86,6 +88,27 @@ def test_a_dtype_may_have_its_short_name(alias, tmp_path):
     arguments = commands.parse([*PLAN.split(), "--from", str(file)])
     check(arguments)
     assert arguments.dtype == DTYPE_ALIASES[alias]
+
+
+NAMES = ("chunk_size", "offload", "gpus", "seq_len", "saves", "model")
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ("chunk_size is '0'; it must be positive", "--chunk-size is '0'; it must be positive"),
+        ("gpus is 3; gpus counts all ranks", "--gpus is 3; gpus counts all ranks"),
+        ("saves names 'x'; the model saves it", "--saves names 'x'; the model saves it"),
+        ("it must be one of ['none', 'cpu'].", "it must be one of none, cpu."),
+        ("but offload='none' moves nothing", "but --offload none moves nothing"),
+        ("a seq_len of 2, and model.seq_len", "a --seq-len of 2, and model.seq_len"),
+        ("write StreamConfig(chunk_size=64)", "write StreamConfig(chunk_size=64)"),
+        ("write f(offload='cpu')", "write f(offload='cpu')"),
+        ("pass --seq-len or 'seq_len'", "pass --seq-len or 'seq_len'"),
+    ],
+)
+def test_messages_name_options(message, expected):
+    assert commands.name_options(message, NAMES) == expected
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ def test_only_the_first_two_dashes_are_ours():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--chunk-size", "0", "--", "true"], "chunk_size is '0'"),
+        (["--chunk-size", "0", "--", "true"], "--chunk-size is '0'"),
         (["--attention", "fast", "--", "true"], "attention is 'fast'"),
         ([], "no command to run"),
         (["true"], "'true' is no flag of streambp launch. Write the command to run after --"),
