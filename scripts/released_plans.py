@@ -83,7 +83,7 @@ def cell(plan: Any, wrong: str) -> dict[str, Any]:
         row["layers_on_host"] = choice.on_host.layers
     if plan.default_wins:
         row["peak_gib"] = f"{plan.by_default.peak / 2**30:.1f}"
-        row["host_gib"] = "0.0"
+        row["host_gib"] = f"{plan.by_default.leaving / 2**30:.1f}"
         row["step_s"] = f"{plan.by_default.seconds:.3g}"
         row["settings"] = f"default, chunks of {plan.by_default.chunk_size}"
         row["layers_on_host"] = ""

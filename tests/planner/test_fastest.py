@@ -294,7 +294,8 @@ def replanned(remedy, memory, training, length, count):
 
 
 def check_cell(name, memory, training, length, count=None):
-    """One plan: nothing that it knows is 2 % faster and not named, and its remedies fit."""
+    """One plan: it fits, nothing that it knows is 2 % faster and not named, and its remedies
+    fit."""
     count = count or functools.partial(counted_profile, name)
     plan = plan_profile(count(training), length, memory, Setting())
     if plan.choice is None:
@@ -303,6 +304,11 @@ def check_cell(name, memory, training, length, count=None):
         for remedy in suggestions:
             assert replanned(remedy, memory, training, length, count).choice == remedy.plan.choice
         return False
+    assert plan.choice.peak.total <= memory.usable, (name, memory, training, length)
+    assert plan.choice.peak.host <= memory.host, (name, memory, training, length)
+    if plan.default_wins:
+        assert plan.by_default.peak <= memory.usable, (name, memory, training, length)
+        assert plan.by_default.leaving <= memory.host, (name, memory, training, length)
     suggestions = list(faster_changes(plan, training, count))
     best = min(map(seconds_of, (plan, *(remedy.plan for remedy in suggestions))))
     trainings = [training, *(how for how in training.smaller() if training.lora is not None)]
@@ -337,13 +343,16 @@ def test_plans_of_released_models(name):
 
 
 def check_rows(rows):
-    """Nine plans of each training, all of which pass, and a first count of 40 seconds at most."""
+    """Nine plans of each training, all of which pass and fit, and a first count of 40 seconds at
+    most."""
     trainings = Counter((row["model"], row["training"]) for row in rows)
     assert set(trainings.values()) == {len(CARDS) * len(LENGTHS)}
     for row in rows:
         assert row["model"] in RELEASED_CONFIGS
         assert row["check"] == "passes", row
         assert float(row["first_count_s"]) <= MOST_SECONDS, row
+        card = int(row["card_gib"])
+        assert float(row["peak_gib"] or 0) <= Memory(card).usable + 0.05, row  # one decimal
 
 
 def test_committed_plans_of_released_models_passed():
@@ -351,8 +360,10 @@ def test_committed_plans_of_released_models_passed():
         rows = list(csv.DictReader(stream))
     assert list(rows[0]) == list(COLUMNS)
     check_rows(rows)
-    for wrong in ({"check": "AssertionError"}, {"first_count_s": "40.1"}, {"model": "GPT-2"}):
+    for wrong in ({"check": "AssertionError"}, {"first_count_s": "40.1"}, {"peak_gib": "23.0"}):
         with pytest.raises(AssertionError):
             check_rows([rows[0] | wrong, *rows[1:]])
+    with pytest.raises(AssertionError):
+        check_rows([rows[0] | {"model": "GPT-2"}, *rows[1:]])
     with pytest.raises(AssertionError):
         check_rows(rows[1:])
