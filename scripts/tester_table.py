@@ -34,11 +34,13 @@ CHUNK_SIZE = 3
 TIMEOUT_SECONDS = 240.0  # seconds for a class
 MAX_FLOAT64_ERROR = 1e-10
 MAX_FLOAT32_ERROR = 1e-5  # of the whole gradient, for classes that do not run in float64
-FORMS: dict[str, dict[str, Any]] = {  # settings, and the side that is padded
+# settings, the side that is padded, and if a row is packed
+FORMS: dict[str, dict[str, Any]] = {
     "chunks": {"chunk_size": CHUNK_SIZE},
     "defaults, right padding": {"pad": "right"},
     "defaults, left padding": {"pad": "left"},
     "offload": {"chunk_size": CHUNK_SIZE, "offload": "cpu"},
+    "packed": {"chunk_size": CHUNK_SIZE, "documents": "as_given", "packed": True},
 }
 MAIN_FORM = "chunks"  # the form whose rows the page shows one by one
 RANDOM_SETTINGS = (
@@ -307,6 +309,7 @@ def row_in(dtype: Any, test: type, model_class: type, result: Row) -> Row:
     oracle, checks = load("tests/oracle"), load("scripts/tester_checks")
     settings = dict(FORMS[result.form])
     side = settings.pop("pad", None)
+    packed = settings.pop("packed", False)
     torch.set_default_dtype(dtype)
     with pytest.MonkeyPatch.context() as patch:
         if dtype is torch.float64:
@@ -316,6 +319,9 @@ def row_in(dtype: Any, test: type, model_class: type, result: Row) -> Row:
             if side is not None and not pad(model, batch, side):
                 why = f"its inputs have no row to pad on the {side}"
                 return dataclasses.replace(result, outcome="not padded", why=why)
+            if packed and not pack(model, batch):
+                why = "its inputs are not one text at positions"
+                return dataclasses.replace(result, outcome="not packed", why=why)
             if "chunk_size" in settings:
                 settings["chunk_size"] = checks.chunk_size_for(batch, CHUNK_SIZE)
             ours = streambp.patch(copy.deepcopy(model), streambp.StreamConfig(**settings))
@@ -374,6 +380,31 @@ def pad(model: Any, batch: dict[str, Any], side: str) -> bool:
     if labels is not None and labels.shape == mask.shape:
         labels[mask == 0] = -100
     leave_out_what_padding_predicts(batch)
+    return True
+
+
+def pack(model: Any, batch: dict[str, Any]) -> bool:
+    """Make the batch's first row two documents, by positions that begin again. False if the batch
+    has more than a text, or the model takes no positions."""
+    import torch
+
+    ids = batch.get("input_ids")
+    accepted = inspect.signature(model.forward).parameters
+    texts = {"input_ids", "attention_mask", "labels", "position_ids", "token_type_ids"}
+    if ids is None or ids.dim() != 2 or ids.shape[1] < 4 or "position_ids" not in accepted:
+        return False
+    tensors = {name for name, value in batch.items() if isinstance(value, torch.Tensor)}
+    if not tensors <= texts or getattr(model.config, "is_encoder_decoder", False):
+        return False
+    for name in tensors:
+        batch[name] = batch[name][:1]
+    batch.pop("attention_mask", None)
+    batch["use_cache"] = False  # transformers sees documents in a call without a cache alone
+    first = ids.shape[1] // 2
+    last = ids.shape[1] - first
+    batch["position_ids"] = torch.cat([torch.arange(first), torch.arange(last)])[None]
+    if batch.get("labels") is not None and batch["labels"].shape == (1, ids.shape[1]):
+        batch["labels"][0, first] = -100  # no document predicts the next one's first token
     return True
 
 
@@ -528,8 +559,9 @@ The tables below are of chunks. Counts of every form:
 {forms}
 
 A padded batch has one to three tokens of padding in every row but the last, on the left or on the right, and runs under the
-defaults of `streambp.patch`. Classes that do not run in float64 are run in float32, and the error is then the whole
-gradient's.
+defaults of `streambp.patch`. A packed row is one of the batch's rows without a mask, whose second half begins at position 0
+again, with `documents="as_given"`, since an unpatched recurrence does not begin again there. Classes that do not run in
+float64 are run in float32, and the error is then the whole gradient's.
 
 Made by `python scripts/tester_table.py TREE` with the tests of transformers {tests}, run with transformers {transformers}
 and torch {torch}.
@@ -551,6 +583,7 @@ SECTIONS = {
     "not built": "Not run: the tester does not build its model here",
     "not imported": "Not run: the test module is not imported here",
     "not padded": "Not run: its inputs have no row to pad",
+    "not packed": "Not run: its inputs are not one text at positions",
 }
 NO_DECODER = (
     "It has no stack of transformers decoder layers",
@@ -588,7 +621,7 @@ def page(rows: list[Row], tree: str) -> str:
     counts = [
         f"{len(section_rows)} {SECTIONS[name][0].lower() + SECTIONS[name][1:]}"
         for name, section_rows in listed.items()
-        if name != "not padded"
+        if name not in ("not padded", "not packed")
     ]
     version = re.search(r'version="([^"]+)"', (Path(tree) / "setup.py").read_text())
     text = HEADER.format(
@@ -601,7 +634,7 @@ def page(rows: list[Row], tree: str) -> str:
         forms=counts_by_form(all_rows),
     )
     for name, section_rows in listed.items():
-        if name != "not padded":
+        if name not in ("not padded", "not packed"):
             text += f"\n## {SECTIONS[name]}\n\n" + (
                 table(section_rows, name) if section_rows else "None.\n"
             )
@@ -616,7 +649,7 @@ def page(rows: list[Row], tree: str) -> str:
 
 def other_models(rows: list[Row]) -> str:
     """A table of classes that were exact in chunks, and have another outcome in another form."""
-    exact = ("streams", "runs whole", "shows nothing", "not padded")
+    exact = ("streams", "runs whole", "shows nothing", "not padded", "not packed")
     exact_models = {
         (row.family, row.model) for row in rows if row.form == MAIN_FORM and row.outcome in exact
     }

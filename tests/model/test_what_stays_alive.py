@@ -74,8 +74,13 @@ COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda model: pickle.loads(pickle
 
 
 def layers_alive():
+    """All decoder layers of the process; what earlier tests left may go at any time."""
     gc.collect()
-    return sum(type(o).__name__.endswith("DecoderLayer") for o in gc.get_objects())
+    return weakref.WeakSet(o for o in gc.get_objects() if type(o).__name__.endswith("DecoderLayer"))
+
+
+def count_new(layers_before):
+    return len(layers_alive() - layers_before)
 
 
 def streams(model):
@@ -83,12 +88,12 @@ def streams(model):
 
 
 def check(around, config, how):
-    count_before = layers_alive()
+    layers_before = layers_alive()
     wrapper, inner = WRAPPERS[around](build("llama", torch.float64))
     stock = copy.deepcopy(inner)
     batch = make_batch("plain")
     _, expected = gradients(stock, **batch)
-    layers = layers_alive() - count_before
+    layers = count_new(layers_before)
     streambp.patch(wrapper, CONFIGS[config])
     _, grads = gradients(inner, **batch)
     assert worst_error(grads, expected) <= 1e-10
@@ -99,7 +104,7 @@ def check(around, config, how):
         isinstance(o, Engine) and o is not wrapper and o not in wrapper.modules()
         for o in gc.get_objects()
     )
-    assert layers_alive() - count_before - layers == 2
+    assert count_new(layers_before) - layers == 2
     assert installed_patch.is_patched(twin)
     _, grads = gradients(twin, **batch)
     assert worst_error(grads, expected) <= 1e-10
@@ -118,7 +123,7 @@ def check(around, config, how):
     _, grads = gradients(inner, **batch)
     assert worst_error(grads, expected) <= 1e-10
     assert streams(inner)
-    assert layers_alive() - count_before == 2
+    assert count_new(layers_before) == 2
     streambp.patch(inner, CONFIGS["chunks"])
     streambp.unpatch(inner)
     assert not installed_patch.is_patched(inner)
