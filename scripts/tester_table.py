@@ -112,6 +112,7 @@ def main() -> None:
     for path in sorted(Path(arguments.tree).glob("tests/models/*/test_modeling_*.py")):
         if not arguments.families or path.parent.name in arguments.families:
             rows += rows_of(path, arguments.form or list(FORMS), row_cache)
+    print(counts_by_form(rows))
     if not (arguments.families or arguments.form):
         TARGET.write_text(page(rows, arguments.tree))
 
@@ -596,7 +597,7 @@ def counts_by_form(rows: list[Row]) -> str:
     """A table of how many classes had which outcome, a row for each form."""
     names = [name for name in SECTIONS if any(row.outcome == name for row in rows)]
     lines = [f"| form | {' | '.join(names)} |", "|---|" + "---|" * len(names)]
-    for form in FORMS:
+    for form in dict.fromkeys(row.form for row in rows):
         outcomes = [row.outcome for row in rows if row.form == form]
         counts = [str(outcomes.count(name)) for name in names]
         lines.append(f"| {form} | {' | '.join(counts)} |")

@@ -105,6 +105,9 @@ MASK_MAKERS = ("create_causal_mask", "create_bidirectional_mask")
 FOREIGN_ARGUMENTS = ("block_indices",)
 POSITION_BIAS = "position_bias"  # T5: attention argument [1 or B, H, S, T], added to the scores
 DECODER_MASK = "decoder_attention_mask"  # encoder-decoders: which of the decoder's tokens exist
+# attribute of models with the kind of their loss, and the kind that shifts no labels
+LOSS_TYPE = "loss_type"
+MASKED_LOSS = "ForMaskedLM"
 CROSS_BIAS = "encoder_decoder_position_bias"  # T5, layers: the same of cross-attention, zeros
 # T5, attention modules: True with a table of biases, the table, and the functions that read it
 HAS_TABLE = "has_relative_attention_bias"

@@ -33,6 +33,7 @@ from streambp.attention.mask_scan import (
 )
 from streambp.attention.spans import Block, BlockKind, QueryRun, Spans, Tiling
 from streambp.chunks import Barrier
+from streambp.device import has_data
 from streambp.errors import UnsharedError, UnsupportedMaskError
 from streambp.known_names import DOCUMENT_ENDS
 
@@ -78,11 +79,14 @@ class LazyMask:
 
     @property
     def has_empty_row(self) -> bool:
-        """True if a row of the batch has no tokens but padding. The result is cached, because all
-        layers share the mask and the first call waits for the device."""
+        """True if a row of the batch has no tokens but padding. False for a mask without data. The
+        result is cached, because all layers share the mask and the first call waits for the
+        device."""
         if self._has_empty_row is None:
             padding: Tensor | None = self.description.get("attention_mask")
-            self._has_empty_row = padding is not None and not bool(padding.any(-1).all())
+            self._has_empty_row = (
+                padding is not None and has_data(padding) and not bool(padding.any(-1).all())
+            )
         return self._has_empty_row
 
     def to_key_mask(self, is_added: bool) -> Tensor | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import re
 import sys
@@ -17,6 +18,10 @@ from streambp.cli.checks import check
 from streambp.errors import StreamBPError
 from streambp.launch import command as launcher
 from streambp.reporting import reason
+
+# attributes of a namespace that are no options of the same name
+NO_OPTIONS = {"command", "words", "program", "out", "extra", "model", "from_file", "from_text"}
+QUOTED_TEXT = re.compile(r"((?<!\w)'[^']*'|`[^`]*`)")
 
 
 def parse(words: Sequence[str]) -> Any:
@@ -41,24 +46,43 @@ def parse(words: Sequence[str]) -> Any:
     return arguments
 
 
-def name_options(message: str, names: Iterable[str]) -> str:
+def name_options(message: str, names: Iterable[str], with_values: bool = False) -> str:
     """Return an error's message in the words of the command line: "--chunk-size is '0'" for
-    "chunk_size is '0'", and "--offload cpu" for "offload='cpu'".
+    "chunk_size is '0'". Quoted text, paths, and names behind a dot or a bracket do not change.
 
     Args:
         message: the message, which names arguments of Python functions.
         names: the command's arguments. A sentence may contain a name of one word. Such a name is
             replaced at the message's start and before a value.
+        with_values: True to also replace values: "--offload cpu or auto" for "offload='cpu' or
+            'auto'".
     """
     for name in names:
         option = f"--{name.replace('_', '-')}"
-        message = re.sub(rf"(?<![\w.(,`-]){name}='(\w+)'", rf"{option} \1", message)
+        if with_values:
+            value = rf"(?<![\w.(,`-]){name}='(\w+)'(?: or '(\w+)')?"
+            message = re.sub(value, functools.partial(_option_text, option), message)
         if "_" in name:
-            pattern = rf"(?<![\w.(\"'`=-]){name}(?![\w.(=\"'`-])"
+            pattern = rf"(?<![\w.(\"'`=/\\-]){name}(?![\w.(=\"'`/\\-]| of )"
         else:
-            pattern = rf"\A{name}(?= (?:is|names) )"
-        message = re.sub(pattern, option, message)
-    return re.sub(r"\[('[^\[\]]*')\]", _unquoted, message)
+            pattern = rf"(?:\A|(?<=: )){name}(?= (?:is|names) )"
+        parts = QUOTED_TEXT.split(message)
+        for index in range(0, len(parts), 2):  # every second part is quoted
+            parts[index] = re.sub(pattern, option, parts[index])
+        message = "".join(parts)
+    return re.sub(r"(?<=one of )\[('[^\[\]]*')\]", _unquoted, message)
+
+
+def _option_text(option: str, match: re.Match[str]) -> str:
+    """Return an option with its value, or with two values, as written on the command line.
+
+    Args:
+        option: the option.
+        match: match with the values as groups; the second may be None.
+    """
+    if match[2] is None:
+        return f"{option} {match[1]}"
+    return f"{option} {match[1]} or {match[2]}"
 
 
 def _unquoted(match: re.Match[str]) -> str:
@@ -88,7 +112,8 @@ def run(arguments: Any) -> int:
             code: int = getattr(runs, f"run_{arguments.command}")(arguments)
         return code
     except StreamBPError as error:
-        message = name_options(str(error), vars(arguments))
+        options = vars(arguments).keys() - NO_OPTIONS
+        message = name_options(str(error), options, arguments.command == "launch")
         raise StreamBPError(f"{name}: {message}") from error
     except Exception as error:  # exit code 1 would mean a verdict
         if "torch" in sys.modules and importlib.import_module("streambp.device").is_out_of_memory(

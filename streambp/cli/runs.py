@@ -182,6 +182,7 @@ def run_plan(arguments: Any) -> int:
     batches = _batches(arguments)
     training = Training(arguments.lora, arguments.bits)
     with progress(sys.stderr, "counting") as on_progress:
+        on_progress("nothing yet: the configuration is read", 0.0)
         counted = functools.partial(
             plan,
             read_config(arguments.model, arguments.trust_remote_code),

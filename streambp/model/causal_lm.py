@@ -21,7 +21,14 @@ from streambp.foreign import foreign_forward, foreign_of_class, trls_head
 from streambp.head.log_probs import TokenLogProbs
 from streambp.head.recipe import HeadRequest
 from streambp.instance_forward import InstanceForward, has_backward_hooks, is_fsdp_unit
-from streambp.known_names import DECODER_MASK, EAGER, FUSED_HEAD_ARGUMENT, TRLS_FORWARD
+from streambp.known_names import (
+    DECODER_MASK,
+    EAGER,
+    FUSED_HEAD_ARGUMENT,
+    LOSS_TYPE,
+    MASKED_LOSS,
+    TRLS_FORWARD,
+)
 from streambp.layer.oom import explain_memory_errors
 from streambp.lazy.dispatch import lazy_logits
 from streambp.lazy.lazy_hidden import LazyHidden
@@ -295,7 +302,7 @@ class CausalLMForward(InstanceForward):
         output = self._run(kwargs, request)
         output = self._finish(output) if lazy is None else _hand_out(output, lazy)
         if request.outcome.empty or not request.outcome.loss_in_blocks:
-            labelled = any_label(kwargs["labels"], kwargs.get("shift_labels"))
+            labelled = any_label(kwargs["labels"], self._shifted_labels(kwargs))
             output = _without_nan(output, labelled)
             if self._trains:
                 self.empty_batches.check(labelled)
@@ -337,7 +344,7 @@ class CausalLMForward(InstanceForward):
         def run() -> Any:
             output = self.original(**kwargs)
             fields = {name: value for name, value in output.items() if name not in left_out}
-            labelled = any_label(kwargs["labels"], kwargs.get("shift_labels"))
+            labelled = any_label(kwargs["labels"], self._shifted_labels(kwargs))
             if isinstance(fields.get("loss"), Tensor):
                 fields["loss"] = LossOfLabels.apply(fields["loss"], labelled)
             self.empty_batches.check(labelled)
@@ -385,10 +392,31 @@ class CausalLMForward(InstanceForward):
         """
         return tuple(norm for norm in self.norms if not any(norm.children()))
 
+    def _shifted_labels(self, kwargs: dict[str, Any]) -> Tensor | None:
+        """Return the labels [B, T] that need no shift: those of `shift_labels`, or all labels of a
+        model whose loss shifts none (encoder-decoders and masked language models). None if the
+        model shifts its labels.
+
+        Args:
+            kwargs: arguments of a forward with labels.
+        """
+        if (
+            self._mask_argument == DECODER_MASK
+            or getattr(self.module, LOSS_TYPE, None) == MASKED_LOSS
+        ):
+            return kwargs["labels"]  # type: ignore[no-any-return]
+        return kwargs.get("shift_labels")
+
     @property
     def _averages_empty_rows(self) -> bool:
         """True if the model's own attention gives the mean over all keys to a query that may read
-        no key. Eager attention adds its mask to the scores; so does attention with a bias."""
+        no key. Eager attention adds its mask to the scores; so does attention with a bias. False
+        for encoders, in which padding reads the tokens behind it."""
+        layer_states = self.state.steps.layer_states
+        if self._mask_argument != DECODER_MASK and any(
+            layer_state.kind.attention.reads_ahead for layer_state in layer_states
+        ):
+            return False
         config: Any = self.module.config
         return own_implementation(config.get_text_config()) == EAGER or self._has_bias
 

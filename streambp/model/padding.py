@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from streambp.admission.third_party import third_party_reads_rows
+from streambp.device import has_data
 from streambp.distributed.engines import ranks_must_agree
 from streambp.known_names import DECODER_MASK, HIDDEN_STATES, ROUTER_LOGITS
 from streambp.model.callers import computes_its_own_loss, wants_predictions
@@ -77,6 +78,8 @@ def warn_of_labels_after_padding(
         if shifted is None and labels is not None:
             shifted = nn.functional.pad(labels[..., 1:], (0, 1), value=-100)
     if shifted is None or not isinstance(mask, Tensor) or mask.shape != shifted.shape:
+        return False
+    if not (has_data(mask) and has_data(shifted)):
         return False
     nothing_yet = mask.cumsum(1) == 0
     if not (

@@ -147,27 +147,31 @@ def predicted_move(
         costs, shape.tokens, shape.length, is_unchunked=shape.chunk >= shape.tokens
     )
     hidden = pace.forward * pace.link / len(costs)  # bytes that one layer's forward hides
-    link, device_headroom = room_beside_copies(
-        hidden, max(inputs.values()), USABLE_FREE_FRACTION * free_bytes, chunk_fraction
-    )
     attending = 0.0
     copying = 0.0
     for cost in costs.values():
         scaled = cost.scaled_to(shape.tokens)
         attending += scaled.attention_flops * shape.length / cost.length / pace.attention
         copying += scaled.attn_out / pace.link
-    headroom = Headroom(host, link, device_headroom, host_exclusions(attending, copying))
+    headroom = room_beside_copies(
+        Headroom(
+            host, hidden, USABLE_FREE_FRACTION * free_bytes, host_exclusions(attending, copying)
+        ),
+        inputs,
+        candidates,
+        chunk_fraction,
+    )
     placement = choose_placement(inputs, candidates, headroom)
     leaving = sum(placement.leaving.values())
     spared = placement.spared / pace.products
     waits = max(0.0, leaving / pace.link - (pace.backward - spared))
-    copied_bytes = max(0.0, leaving - sum(inputs.values())) / len(costs)
-    copies = COPY_GROUPS_IN_FLIGHT * chunk_fraction * copied_bytes
+    copied_saves = max(0.0, placement.largest_leaving - max(inputs.values()))
+    copies = COPY_GROUPS_IN_FLIGHT * chunk_fraction * copied_saves
     fits = free_bytes >= 0 and leaving <= host
     fits = fits and placement.on_device + copies <= free_bytes * (1 + ROUNDING)
     spent = pace.total - spared + waits
     return MovingStep(
-        shape, fits, placement, free_bytes, device_headroom, host, copies, leaving, spent, pace
+        shape, fits, placement, free_bytes, headroom.device, host, copies, leaving, spent, pace
     )
 
 

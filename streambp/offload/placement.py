@@ -115,6 +115,15 @@ class Placement:
         return freed
 
     @property
+    def largest_leaving(self) -> float:
+        """Return the bytes of tensors that leave from one layer, the layer with the most bytes."""
+        largest = 0.0
+        for index, candidates in self.saved.items():
+            total = self.sizes.get(index, 0.0) + sum(candidate.bytes for candidate in candidates)
+            largest = max(largest, total - self.staying_bytes(index))
+        return largest
+
+    @property
     def spared(self) -> float:
         """Return the computation that backward is spared by the saved tensors, in FLOPs of matrix
         products. Attention counts as matrix products of the same duration. Choices are compared by
@@ -127,22 +136,41 @@ class Placement:
 
 
 def room_beside_copies(
-    link: float, largest_input: float, device: float, chunk_fraction: float
-) -> tuple[float, float]:
-    """Return two limits: bytes of a layer's copies to the host, and bytes of the device for tensors
-    that stay. Copies need memory of the device until they end. A device with little room therefore
-    copies less.
+    headroom: Headroom,
+    inputs: Mapping[int, float],
+    candidates: Mapping[int, Sequence[Candidate]],
+    chunk_fraction: float,
+) -> Headroom:
+    """Return a copy of `headroom` with fewer bytes for the link and for the device. Copies need
+    memory of the device until they end. A device with little room therefore copies less.
 
     Args:
-        link: bytes that the link copies to the host while one layer computes forward.
-        largest_input: bytes of the largest layer's input, whose copies have memory already.
-        device: free bytes of the device.
+        headroom: the bytes that saved tensors may take, if copies needed no memory.
+        inputs: bytes of each layer's input, by the layer's index. The copies of inputs have memory
+            already.
+        candidates: tensors that each layer may save, by the layer's index.
         chunk_fraction: tokens of a chunk, divided by the tokens of the micro-batch.
     """
     # The copies of so many layers need memory at the same time.
     fraction = COPY_GROUPS_IN_FLIGHT * chunk_fraction
-    link = min(link, largest_input + max(0.0, device) / fraction)
-    return link, max(0.0, device - fraction * link)
+    largest_input = max(inputs.values())
+    largest_saves = 0.0
+    for layer_candidates in candidates.values():
+        total = 0.0
+        for candidate in layer_candidates:
+            if candidate.name not in headroom.never_leave:
+                total += candidate.bytes
+        largest_saves = max(largest_saves, total)
+    host = max(0.0, headroom.host - sum(inputs.values()))
+    device = max(0.0, headroom.device)
+    copied_saves = min(
+        max(0.0, headroom.link - largest_input), largest_saves, host, device / fraction
+    )
+    return dataclasses.replace(
+        headroom,
+        link=min(headroom.link, largest_input + copied_saves),
+        device=max(0.0, device - fraction * copied_saves),
+    )
 
 
 def choose_placement(

@@ -81,6 +81,7 @@ from streambp.offload.placement import Headroom, Placement, choose_placement, ro
 # fraction of the initial free memory; smaller deviations are ignored
 IGNORED_FREE_MEMORY_FRACTION = 0.01
 HEADROOM_STEPS_PER_INPUT = 64  # rooms that are told apart, for the bytes of all layers' inputs
+MAX_CACHED_PLACEMENTS = 64  # maximal number of cached choices of `choose_placement`
 CHUNK_TOKENS = (32768, 16384, 8192, 4096, 2048, 1024)  # over all rows of the batch
 EQUAL_SECONDS_TOLERANCE = 0.002  # seconds with a smaller relative difference count as equal
 FORWARD_SECONDS_FRACTION = (
@@ -147,7 +148,7 @@ class SavesPolicy:
             weakref.WeakSet()
         )  # instances of `layer.saved.SavedForBackward`
         # choices with offload="auto", by the measurements and the device's room
-        self._places: dict[tuple[ForwardMeasurement, float, float, bool], Placement] = {}
+        self._places: dict[tuple[ForwardMeasurement, Headroom, bool], Placement] = {}
         self._batch = BatchSaves()
         self.margins: dict[tuple[Any, ...], Shortage] = {}  # by `Shortage.key`
 
@@ -580,29 +581,28 @@ class SavesPolicy:
         never_leave = host_exclusions(attending, model_cost.attn_out / measured.link)
         hidden = measured.seconds * measured.link  # bytes whose copies hide behind forward
         on_device = link.room_on_device(tokens) * measured.tokens / tokens
-        # Steps of other lengths have other rooms. Few different rooms need few choices.
-        on_device -= on_device % (model_cost.x / HEADROOM_STEPS_PER_INPUT)
-        is_unchunked = chunk >= tokens
+        one_chunk = chunk >= tokens
         inputs, candidates = inputs_and_candidates(
-            costs, measured.tokens, measured.length, is_unchunked
+            costs, measured.tokens, measured.length, one_chunk
         )
-        per_layer = hidden / len(costs)
+        headroom = Headroom(measured.host, hidden / len(costs), on_device, never_leave)
         if link.is_measured:
-            per_layer, on_device = room_beside_copies(
-                per_layer, max(inputs.values()), on_device, chunk / tokens
-            )
-        headroom = Headroom(measured.host, per_layer, on_device, never_leave)
-        key = measured, per_layer, on_device, is_unchunked
+            headroom = room_beside_copies(headroom, inputs, candidates, chunk / tokens)
+        # Steps of other lengths have other rooms. Few different rooms need few choices.
+        unit = model_cost.x / HEADROOM_STEPS_PER_INPUT
+        headroom = dataclasses.replace(headroom, device=headroom.device // unit * unit)
+        key = measured, headroom, one_chunk
         if key not in self._places:
+            if len(self._places) >= MAX_CACHED_PLACEMENTS:
+                self._places.clear()
             self._places[key] = choose_placement(inputs, candidates, headroom)
         placement = self._places[key]
         self._batch.plan = placement.saved
         if self.keeps:
             link.manager.staying = placement.staying
-        inputs_bytes = model_cost.x
-        room = min(hidden, measured.host) + on_device - inputs_bytes
+        room = min(hidden, measured.host) + headroom.device - model_cost.x
         shape = MicroBatchShape(measured.tokens, measured.length, chunk)
-        self.latest = SavesChoice(*shape, room, placement.saved, measured, inputs_bytes)
+        self.latest = SavesChoice(*shape, room, placement.saved, measured, model_cost.x)
         self.latest.on_device = placement.on_device
         full = f"the {'host' if measured.host < hidden else 'link'} has no room"
         self.latest.explain(model_cost, len(costs), never_leave, full)

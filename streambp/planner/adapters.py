@@ -20,8 +20,9 @@ ALL_LINEARS = "all-linear"
 def add_adapters(
     model: nn.Module, rank: int, targets: Sequence[str] = ()
 ) -> tuple[nn.Module, tuple[str, ...]]:
-    """Add LoRA adapters to a model without data. Return the PeftModel, and the names of the Linears
-    left without adapters because peft refuses them; () if `targets` are given.
+    """Add LoRA adapters to a model without data. Return the PeftModel, and the names of Linears
+    without adapters. Those are names that peft refuses if no `targets` are given. Otherwise those
+    are the `targets` that the model does not have, which peft leaves out without a word.
 
     Args:
         model: the model, on meta or fake tensors; changed.
@@ -30,7 +31,7 @@ def add_adapters(
             that peft accepts.
 
     Raises:
-        ConfigError: peft refuses a name in `targets`, or the model has no Linear of this name.
+        ConfigError: peft refuses a name in `targets`, or the model has no Linear of any of these names.
     """
     with require_library("peft"):
         from peft import LoraConfig, get_peft_model
@@ -49,7 +50,7 @@ def add_adapters(
     for target in targets:
         if not _matches(model, target):
             unknown_targets.append(target)
-    if unknown_targets:
+    if unknown_targets and len(unknown_targets) == len(targets):
         raise ConfigError(
             f"{type(model).__name__} has no Linear named {', '.join(unknown_targets)}. Pass names of its "
             f"Linears: --lora-targets {','.join(names)}."
@@ -63,7 +64,7 @@ def add_adapters(
         # warnings about peft's own calls are useless for a plan
         warnings.simplefilter("ignore")
         try:
-            return get_peft_model(model, config), tuple(refused_names)  # type: ignore[arg-type]
+            return get_peft_model(model, config), (*refused_names, *unknown_targets)  # type: ignore[arg-type]
         except ValueError as error:
             raise ConfigError(
                 f"peft adds no adapters of rank {rank} to {type(model).__name__} "

@@ -33,6 +33,7 @@ from streambp.planner import device_parts, stored_counts
 from streambp.planner.device_parts import DevicePart, ModelLayout
 from streambp.planner.laws import Law, features
 from streambp.planner.layer_costs import observed_layer_costs
+from streambp.planner.model_class import adds_biases
 from streambp.planner.profile import Method, Phase, work
 from streambp.planner.seconds import kernels, seconds
 from streambp.planner.skeleton import Skeleton
@@ -53,6 +54,7 @@ MIN_CHUNK_TOKENS = (
 )
 OPTIMIZER_BYTES = 12  # bytes for each trained parameter, for an optimizer without state yet
 MAX_CACHED_STATES = 64  # maximal number of cached model states, and of cached lengths
+BIASED_REASON = "bytes of its position bias are known for batches of one row alone"
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 # attributes of a parameter that change a step's memory
 MEMORY_ATTRIBUTES = ("nbytes", "requires_grad", "dtype", "device")
@@ -575,6 +577,9 @@ def _law(model: nn.Module, config: StreamConfig, cast: torch.dtype | None) -> St
         gpu_memory=None if offload == "none" else config.gpu_memory,
         weights="device",
     )
+    if adds_biases(model):
+        # Bytes of a bias for all pairs grow with the square of a row, and not of a batch's tokens.
+        return BIASED_REASON
     recipe = SurveyRecipe("streambp", fixed)
     try:
         method = survey(_skeleton(model, cast), [recipe], tree=False).methods[0]

@@ -146,7 +146,9 @@ def fit(
     starts = fit_bytes(points, counted_starts, adds_biases)
     for counted, peak, start in zip(phases[0], peaks, starts, strict=True):
         fitted.append(Phase(counted.name, peak._replace(keys=counted.per_key), counted.gradients))
-        if start.tokens > peak.tokens:  # the start of a long sequence exceeds the peak
+        # In long rows or large chunks, the start may exceed the peak.
+        grows = start.tokens > peak.tokens or start.square > peak.square
+        if grows or start.tokens_chunk > peak.tokens_chunk:
             fitted.append(Phase(counted.name, start, counted.gradients))
     ends: dict[int, tuple[int, int]] = {}
     for index, kind in enumerate(shrunk_model.kinds):

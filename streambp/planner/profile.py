@@ -215,7 +215,7 @@ class Profile:
         decoded: bytes of one layer's dequantized 4-bit weights, without the layer's largest weight.
         trained: bytes that each layer's trained weights take in host memory, if moved there; 0 for
             layers with frozen weights.
-        without_adapters: names of the layers' Linears that peft refuses to adapt.
+        without_adapters: names of Linears that peft refuses to adapt, or that do not exist.
         assumed: texts on what the counted costs assume of a model that is no causal language model.
     """
 
@@ -305,9 +305,8 @@ class Setting:
         check_fields(self, **ranks, zero=0, optimizer=0, gradient_bytes=0, room=0)
         if self.ulysses > 1 and self.context_parallel > 1:
             raise ConfigError(
-                f"{TWO_SPLITS_ERROR} Choose one of both: ulysses is {self.ulysses}, "
-                "context_parallel "
-                f"{self.context_parallel}."
+                f"{TWO_SPLITS_ERROR} Choose one of both: ulysses is {self.ulysses}, and "
+                f"context_parallel is {self.context_parallel}."
             )
         if self.gpus % self.ranks:
             raise ConfigError(

@@ -137,7 +137,8 @@ def _notes(profile: Profile) -> list[str]:
     if profile.without_adapters:
         names = ", ".join(profile.without_adapters)
         lines.append(
-            f"Linears without adapters, because peft refuses them: {names} (--lora-targets chooses)"
+            f"Without adapters: {names}, which peft refuses or the model does not have "
+            "(--lora-targets chooses)"
         )
     sizes = {}
     for group in profile.groups:

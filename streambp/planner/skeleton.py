@@ -114,7 +114,7 @@ class Skeleton:
 
     Attributes:
         model: the model on meta or fake tensors.
-        without_adapters: names of the layers' Linears to which peft refuses to add LoRA adapters.
+        without_adapters: names of Linears that peft refuses to adapt, or that do not exist.
         adds_biases: True if attention adds a bias by the distance of query and key, as T5's does.
         own_adapters: True if streamed layers leave LoRA adapters to peft's code. False: they may
             compute adapters in fused operations, as `StreamConfig.kernels` says.

@@ -260,7 +260,7 @@ def _more_fields(skeleton: Skeleton) -> dict[str, Any]:
     "decoded" is a layer's dequantized 4-bit weights in bytes. The three are missing for weights
     that cannot move (8-bit weights and torchao's). "assumed" has texts on assumptions about a model
     that is no causal language model.
-    "without_adapters" has the names of Linears to which peft refuses to add LoRA adapters.
+    "without_adapters" has the names of Linears that peft refuses to adapt, or that do not exist.
 
     Args:
         skeleton: the model with all its layers, without data.

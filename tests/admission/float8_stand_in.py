@@ -108,7 +108,8 @@ def settings_of(config, axis):
 
 class Float8Linear(nn.Linear):
     def forward(self, x):
-        return matmul_with_hp_or_float8_args.apply(x, self.weight.t(), self.config)
+        product = matmul_with_hp_or_float8_args.apply(x, self.weight.t(), self.config)
+        return product if self.bias is None else product + self.bias.to(product.dtype)
 
 
 Float8Linear.__module__ = Float8Linear.forward.__module__ = "torchao.float8.float8_linear"

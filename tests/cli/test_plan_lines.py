@@ -90,7 +90,7 @@ def test_a_dtype_may_have_its_short_name(alias, tmp_path):
     assert arguments.dtype == DTYPE_ALIASES[alias]
 
 
-NAMES = ("chunk_size", "offload", "gpus", "seq_len", "saves", "model")
+NAMES = ("chunk_size", "offload", "gpus", "seq_len", "saves")
 
 
 @pytest.mark.parametrize(
@@ -98,17 +98,28 @@ NAMES = ("chunk_size", "offload", "gpus", "seq_len", "saves", "model")
     [
         ("chunk_size is '0'; it must be positive", "--chunk-size is '0'; it must be positive"),
         ("gpus is 3; gpus counts all ranks", "--gpus is 3; gpus counts all ranks"),
+        ("Choose one: gpus is 2", "Choose one: --gpus is 2"),
         ("saves names 'x'; the model saves it", "--saves names 'x'; the model saves it"),
         ("it must be one of ['none', 'cpu'].", "it must be one of none, cpu."),
-        ("but offload='none' moves nothing", "but --offload none moves nothing"),
-        ("a seq_len of 2, and model.seq_len", "a --seq-len of 2, and model.seq_len"),
+        ("a seq_len of 2, and model.seq_len", "a seq_len of 2, and model.seq_len"),
+        ("the seq_len that it has", "the --seq-len that it has"),
         ("write StreamConfig(chunk_size=64)", "write StreamConfig(chunk_size=64)"),
-        ("write f(offload='cpu')", "write f(offload='cpu')"),
+        ("Set offload='cpu' in StreamConfig", "Set offload='cpu' in StreamConfig"),
         ("pass --seq-len or 'seq_len'", "pass --seq-len or 'seq_len'"),
+        ("length is ['64']; it must be a number", "length is ['64']; it must be a number"),
+        ("/a/seq_len/b and seq_len/c have 'x'", "/a/seq_len/b and seq_len/c have 'x'"),
+        ("the folder 'x/chunk_size y' is empty", "the folder 'x/chunk_size y' is empty"),
+        ("chunk_size of 'm2' is 9", "chunk_size of 'm2' is 9"),
     ],
 )
 def test_messages_name_options(message, expected):
     assert commands.name_options(message, NAMES) == expected
+
+
+def test_messages_of_launch_name_values():
+    message = "but offload='none' moves nothing; set offload='cpu' or 'auto' too, f(offload='cpu')"
+    expected = "but --offload none moves nothing; set --offload cpu or auto too, f(offload='cpu')"
+    assert commands.name_options(message, NAMES, with_values=True) == expected
 
 
 @pytest.mark.parametrize(

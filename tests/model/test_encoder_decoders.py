@@ -6,6 +6,7 @@ covers: admission/stacks.py, attention/interface.py
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 
 import pytest
@@ -39,7 +40,12 @@ import streambp
 from streambp.admission.own_run import StreamingMismatchError
 from streambp.attention import interface, masks
 from streambp.attention.kinds import BidirectionalAttention
+from streambp.instance_forward import WRAPPERS_ATTRIBUTE
 from streambp.layer.function import BackwardPass
+from streambp.model import causal_lm
+from streambp.model.empty_batches import any_label
+from streambp.offload import free_memory
+from tests.families import build
 from tests.oracle import MAX_FLOAT64_ERROR, worst_error
 from tests.seeds import seed_torch
 
@@ -305,3 +311,75 @@ def test_labels_of_a_decoders_left_padding_are_warned_of(name):
     assert worst_error(grads, expected) <= MAX_FLOAT64_ERROR
     with pytest.warns(UserWarning, match="the label at each position of the decoder's left"):
         gradients(ours, {**batch, "labels": labels})
+
+
+def masked_language_model():
+    from transformers import DistilBertConfig, DistilBertForMaskedLM
+
+    config = DistilBertConfig(
+        vocab_size=64, dim=16, hidden_dim=32, n_layers=2, n_heads=2, dropout=0.0,
+        attention_dropout=0.0, attn_implementation="eager",
+    )  # fmt: skip
+    return DistilBertForMaskedLM(config).double()
+
+
+def only_first_labels(name):
+    """A model whose loss shifts no labels, and a batch with labels at the first position alone."""
+    seed_torch(5)
+    if name == "distilbert":
+        batch = {"input_ids": torch.randint(2, 60, (3, LENGTH))}
+        batch["labels"] = batch["input_ids"].clone()
+        batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+        batch["attention_mask"][1, :4] = 0
+        model = masked_language_model()
+    else:
+        model = {**MODEL_BUILDERS, **MASK_ARGUMENTS}[name]()
+        batch = batch_of(name, LENGTH)
+    batch["labels"][:, 1:] = -100
+    return model.train(), batch
+
+
+@pytest.mark.parametrize("name", ["bart", "t5gemma", "distilbert"])
+@pytest.mark.parametrize("settings", [{}, {"head": False}], ids=["defaults", "logits"])
+def test_a_label_at_the_first_position_is_one(name, settings, monkeypatch):
+    """No warning of a batch without labels, nor of labels at padding that reads all tokens."""
+    # Later steps run unpatched where they fit.
+    monkeypatch.setattr(free_memory.FreeMemory, "__call__", lambda _, device: 1e12)
+    stock, batch = only_first_labels(name)
+    ours = streambp.patch(copy.deepcopy(stock), streambp.StreamConfig(**settings))
+    expected_loss, expected = gradients(stock, batch)
+    assert expected_loss > 0.1
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(4):
+            loss, grads = gradients(ours, batch)
+            assert abs(loss - expected_loss) <= 1e-12 * abs(expected_loss)
+            assert worst_error(grads, expected) <= MAX_FLOAT64_ERROR
+    assert not [w for w in caught if re.match("A batch has no|Set the label", str(w.message))]
+
+
+def head_of(model):
+    return next(
+        wrapper
+        for wrapper in getattr(model, WRAPPERS_ATTRIBUTE)
+        if isinstance(wrapper, causal_lm.CausalLMForward)
+    )
+
+
+@pytest.mark.parametrize("name", ["bart", "distilbert"])
+def test_labels_that_no_loss_shifts(name):
+    model, batch = only_first_labels(name)
+    kwargs = {"labels": batch["labels"]}
+    head = head_of(streambp.patch(model))
+    assert bool(any_label(batch["labels"], head._shifted_labels(kwargs)))
+    head = head_of(streambp.patch(build("llama")))
+    assert not bool(any_label(batch["labels"], head._shifted_labels(kwargs)))
+
+
+@pytest.mark.parametrize("shifted", [lambda kwargs: None, lambda kwargs: kwargs["labels"]])
+def test_mutants_of_labels_that_no_loss_shifts(shifted, monkeypatch):
+    monkeypatch.setattr(
+        causal_lm.CausalLMForward, "_shifted_labels", lambda self, kwargs: shifted(kwargs)
+    )
+    with pytest.raises(AssertionError):
+        test_labels_that_no_loss_shifts("bart")

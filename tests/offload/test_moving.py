@@ -56,7 +56,17 @@ def test_copies_have_room_on_the_device():
     assert plenty.copies > 720.0
     assert little.fits
     assert 0 < little.copies <= 720.0
-    assert little.leaving < plenty.leaving
+    assert little.placement.spared < plenty.placement.spared
+
+
+def test_no_room_is_left_for_copies_that_the_host_has_no_room_for():
+    """Inputs fill the host: the device's room is for tensors that stay, of any number of chunks."""
+    inputs = 4 * 640
+    shape = MicroBatchShape(TOKENS, TOKENS, TOKENS)
+    for step in (predicted(4000.0, host=inputs), predicted(4000.0, host=inputs, shape=shape)):
+        assert step.headroom == 0.9 * 4000.0
+        assert step.copies == 0.0
+        assert step.placement.on_device > 0.8 * 0.9 * 4000.0
 
 
 def test_what_does_not_fit():
@@ -158,6 +168,22 @@ def test_a_rate_is_known_after_enough_bytes():
 
 def forgets_what_was_lost(patch):
     patch.setattr(HostChoice, "begin_micro_batch", lambda self, step: None)
+
+
+def copies_without_the_host(patch):
+    real = host_choice.room_beside_copies
+
+    def without_host(headroom, *arguments):
+        result = real(dataclasses.replace(headroom, host=math.inf), *arguments)
+        return dataclasses.replace(result, host=headroom.host)
+
+    patch.setattr(host_choice, "room_beside_copies", without_host)
+
+
+def test_mutant_copies_without_the_host(monkeypatch):
+    copies_without_the_host(monkeypatch)
+    with pytest.raises(AssertionError):
+        test_no_room_is_left_for_copies_that_the_host_has_no_room_for()
 
 
 def pays_nothing(patch):

@@ -10,9 +10,11 @@ import torch
 from transformers import LongT5Config, MT5Config, T5Config, UMT5Config
 from transformers.models.t5 import modeling_t5
 
+import streambp
 from streambp.errors import UnsupportedModelError
 from streambp.layer.layer_state import LayerState
-from streambp.planner import laws, model_class, step, survey
+from streambp.planner import auto, laws, model_class, sample_points, step, survey
+from streambp.planner.auto import BIASED_REASON
 from streambp.planner.compose import unroll
 from streambp.planner.configuration import build
 from streambp.planner.model_class import counted_stack
@@ -20,6 +22,7 @@ from streambp.planner.profile import Setting, peak, work
 from streambp.planner.sample_points import biased_points_for
 from streambp.planner.skeleton import Skeleton
 from streambp.planner.survey import CHECKPOINTING_RECIPE, UNPATCHED_RECIPE, Counter, streamed_recipe
+from tests import families
 from tests.planner import measured
 from tests.seeds import seed_torch
 
@@ -34,6 +37,10 @@ SIZES = {
     "dropout_rate": 0.0, "decoder_start_token_id": 0, "pad_token_id": 0,
 }  # fmt: skip
 CONFIGS = {"t5": T5Config(**SIZES), "mt5": MT5Config(**SIZES), "umt5": UMT5Config(**SIZES)}
+# With biases of 8 heads beside narrow layers, whose bytes bend where chunks grow.
+CONFIGS["many heads"] = T5Config(
+    d_model=512, d_kv=64, d_ff=1024, num_layers=4, num_heads=8, feed_forward_proj="gated-gelu"
+)
 RECIPES = {
     "plain": UNPATCHED_RECIPE,
     "checkpointing": CHECKPOINTING_RECIPE,
@@ -88,6 +95,23 @@ def test_unpatched_steps_of_another_length_are_predicted(recipe, length):
 def test_streamed_steps_of_another_length_are_predicted(encoder_len):
     at = (20480, 3072)
     check(*costs("t5", RECIPES["streambp"], at, encoder_len=encoder_len))
+
+
+@pytest.mark.full
+def test_large_chunks_take_no_more_than_a_plan_says():
+    """But for less than a plan leaves free of each card."""
+    fitted_bytes, counted_bytes, _, _ = costs("many heads", RECIPES["streambp"], (32768, 16384))
+    assert counted_bytes <= 1.03 * fitted_bytes
+    assert fitted_bytes <= 1.05 * counted_bytes
+
+
+@pytest.mark.full
+def test_the_mutant_of_points_with_small_chunks_is_noticed(monkeypatch):
+    first, _ = sample_points.BIASED_POINTS
+    small = ((10240, 2048), (12288, 2048), (12288, 3072), (15360, 3072))
+    monkeypatch.setattr(sample_points, "BIASED_POINTS", (first, small))
+    with pytest.raises(AssertionError):
+        test_large_chunks_take_no_more_than_a_plan_says()
 
 
 @pytest.mark.full
@@ -165,3 +189,14 @@ def test_live_bytes_are_predicted(name, recipe, encoder_len, monkeypatch):
     predicted, real = measured.peaks(model_of(name), RECIPES[recipe], 600, 200, encoder_len)
     print(f"{name}, {recipe}, {encoder_len}: {100 * (predicted / real - 1):+.3f} %")
     assert abs(predicted / real - 1) <= 0.01
+
+
+def test_steps_of_batches_are_planned_by_an_upper_bound():
+    """Their bytes are no function of a batch's tokens: eight rows take eight squares of a row."""
+    config = streambp.StreamConfig()
+    tiny = T5Config(**{**SIZES, "num_layers": 1})
+    with torch.device("meta"):
+        biased = streambp.patch(model_class.build_as(tiny), config)
+    assert auto._law(biased, config, None) == BIASED_REASON
+    other = streambp.patch(families.build("qwen3"), config)
+    assert not isinstance(auto._law(other, config, None), str)
