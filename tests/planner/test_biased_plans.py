@@ -198,5 +198,5 @@ def test_steps_of_batches_are_planned_by_an_upper_bound():
     with torch.device("meta"):
         biased = streambp.patch(model_class.build_as(tiny), config)
     assert auto._law(biased, config, None) == BIASED_REASON
-    other = streambp.patch(families.build("qwen3"), config)
-    assert not isinstance(auto._law(other, config, None), str)
+    unbiased = streambp.patch(families.build("qwen3"), config)
+    assert not isinstance(auto._law(unbiased, config, None), str)
