@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TextIO
 
-from streambp.model.record import OUTCOME_UNPATCHED, SavedTensors
+from streambp.model.record import OUTCOME_UNPATCHED, SavedTensors, size_text
 from streambp.offload.costs import GRAPH
 from streambp.offload.free_memory import RESERVED_BYTES
 from streambp.planner.auto_offload import AutoOffloadStep
@@ -228,8 +228,8 @@ def _default_line(plan: Plan, default: DefaultStep) -> str:
         how = f"{DEFAULT_PATCH_TEXT}: {how}"
     if not default.fits and default.peak <= plan.memory.usable:
         return (
-            f"  {how}, {bytes_text(default.peak)}: does not fit beside the "
-            f"{bytes_text(RESERVED_BYTES)} that the default leaves free"
+            f"  {how}, {size_text(default.peak)}: does not fit beside the "
+            f"{size_text(RESERVED_BYTES)} that the default leaves free"
         )
     if not default.fits:
         return f"  {how}, {default.peak / GIB:.1f} GiB: does not fit"
@@ -240,7 +240,7 @@ def _default_line(plan: Plan, default: DefaultStep) -> str:
     if default.leaving:
         how += f", moves {default.leaving / GIB:.1f} GiB to the host"
     on = f", on {device_text(plan.rates)}" if plan.default_wins else ""
-    return f"  {how}; peak {bytes_text(default.peak)}, {duration(default.seconds)} a step{on}"
+    return f"  {how}; peak {size_text(default.peak)}, {duration(default.seconds)} a step{on}"
 
 
 def _both_rooms_lines(both_rooms: AutoOffloadStep) -> list[str]:
@@ -364,7 +364,7 @@ def _chosen_lines(plan: Plan, choice: Choice) -> list[str]:
     safest = plan.safest
     lines = [
         f"{tokens_text(choice.seq_len)}: {config_code(choice)}",
-        f"  peak {bytes_text(peak.total)} in {phase_text(peak.phase)}, {bytes_text(peak.host)} of "
+        f"  peak {size_text(peak.total)} in {phase_text(peak.phase)}, {size_text(peak.host)} of "
         f"host memory, {_flops_text(choice.flops)}",
     ]
     speed = throughput(spent, choice.seq_len, plan.profile.batch_size, plan.setting)
@@ -446,13 +446,6 @@ def duration(seconds: float) -> str:
 def tokens_text(tokens: int) -> str:
     """Return a number of tokens as text: "65,536 tokens", or "1 token"."""
     return f"{tokens:,} token{'' if tokens == 1 else 's'}"
-
-
-def bytes_text(size: float) -> str:
-    """Return a number of bytes as text in GiB, or in MiB if the number would round to 0.0 GiB."""
-    if 0.0 < size < 0.05 * GIB:
-        return f"{size / 2**20:.1f} MiB"
-    return f"{size / GIB:.1f} GiB"
 
 
 def _flops_text(flops: float) -> str:
