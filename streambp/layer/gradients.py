@@ -306,18 +306,31 @@ def refuse_other_leaves(
 
 
 def nodes_behind(outputs: Iterable[Tensor]) -> list[Any]:
-    """Return all autograd nodes of the graph that computed these tensors [...], each node once,
-    from the tensors' own nodes to the leaves."""
-    nodes: list[Any] = list(
+    """Return all autograd nodes of the graph that computed these tensors [...], each node once; the
+    nodes of leaves come last."""
+    operations, leaf_nodes = walk_graph(outputs)
+    return operations + leaf_nodes
+
+
+def walk_graph(outputs: Iterable[Tensor]) -> tuple[list[Any], list[Any]]:
+    """Return the autograd nodes of the graph that computed these tensors [...], each node once, as
+    a pair (nodes of operations, nodes of leaves)."""
+    operations: list[Any] = list(
         dict.fromkeys(output.grad_fn for output in outputs if output.grad_fn is not None)
     )
-    visited: set[Any] = {None, *nodes}
-    for node in nodes:  # the list grows during the loop
+    leaf_nodes: list[Any] = []
+    visited: set[Any] = {None, *operations}
+    for node in operations:  # the list grows during the loop
         for predecessor, _ in node.next_functions:
-            if predecessor not in visited:
-                visited.add(predecessor)
-                nodes.append(predecessor)
-    return nodes
+            if predecessor in visited:
+                continue
+            visited.add(predecessor)
+            # Nodes of leaves have no predecessors: this runs for each layer and step.
+            if type(predecessor) is LEAF_NODE_TYPE:
+                leaf_nodes.append(predecessor)
+            else:
+                operations.append(predecessor)
+    return operations, leaf_nodes
 
 
 def find_other_leaf(outputs: Iterable[Tensor], differentiated: Iterable[Tensor]) -> Tensor | None:
@@ -329,8 +342,8 @@ def find_other_leaf(outputs: Iterable[Tensor], differentiated: Iterable[Tensor])
         differentiated: the leaves whose gradients are computed.
     """
     leaf_ids = {id(tensor) for tensor in differentiated}
-    for node in nodes_behind(outputs):
-        if type(node) is LEAF_NODE_TYPE and id(node.variable) not in leaf_ids:
+    for node in walk_graph(outputs)[1]:
+        if id(node.variable) not in leaf_ids:
             leaf: Tensor = node.variable
             return leaf
     return None

@@ -189,6 +189,7 @@ class Parameters:
         self.names: list[str] = []
         self._identities: list[int] = []  # of each distinct parameter
         self._versions: list[int] = []
+        self._first_slots: list[ParameterSlot] = []
         for path, slot in slots_of(module) if slots is None else slots:
             parameter = slot[0]._parameters[slot[1]]
             if isinstance(parameter, DTensor):  # frozen DTensors are refused as well
@@ -211,6 +212,7 @@ class Parameters:
             self.names.append(path)
             self._identities.append(id(parameter))
             self._versions.append(parameter._version)
+            self._first_slots.append(slot)
             groups[id(parameter)] = [slot]
         self.groups = list(groups.values())
         self._module = module
@@ -235,7 +237,7 @@ class Parameters:
     def current(self) -> list[Tensor]:
         """Return the tensors [...] that are now in the parameters' slots, one for each distinct
         parameter, in the order of `names`."""
-        parameters: list[Any] = [owner._parameters[name] for (owner, name), *_ in self.groups]
+        parameters: list[Any] = [owner._parameters[name] for owner, name in self._first_slots]
         return parameters
 
     def check_unchanged(self, slots: list[tuple[str, ParameterSlot]] | None = None) -> None:
