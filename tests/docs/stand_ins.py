@@ -35,6 +35,13 @@ DATA = (
 LENGTHS = MappingProxyType({8192: 16, 4096: 16})
 LONG, SHORT = 10_000, 64
 RANKS = 2
+# Ends each program: a rank whose gloo threads still hold tensors while Python ends may abort
+# (pytorch/pytorch#179291).
+LEAVE_RANKS = """
+import torch.distributed as ranks_of_test
+if ranks_of_test.is_torchelastic_launched() and ranks_of_test.is_initialized():
+    ranks_of_test.destroy_process_group()
+"""
 # Keywords of a trainer's arguments, where they are given, and those that are added.
 GIVEN_ARGUMENTS = MappingProxyType(
     {
@@ -135,6 +142,7 @@ def python(text: str, folder: Path) -> str:
         tree.body[:0] = ast.parse(
             "import tests.distributed.context_trainer as ranks; ranks.let_accelerate_shard()"
         ).body
+    tree.body += ast.parse(LEAVE_RANKS).body
     return ast.unparse(ast.fix_missing_locations(tree))
 
 
