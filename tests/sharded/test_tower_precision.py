@@ -6,6 +6,7 @@ covers: sharded/bidirectional.py
 from __future__ import annotations
 
 import copy
+import math
 import statistics
 
 import pytest
@@ -19,7 +20,7 @@ from tests.sharded.test_towers import CHUNK, gradients, llava, whisper
 
 __all__ = ["in_halves"]  # a fixture
 
-SEEDS = 16
+SEEDS = {llava: 64, whisper: 16}  # LLaVA's ratios scatter by a fifth
 MAX_ERROR_RATIO = 1.05
 
 
@@ -27,8 +28,8 @@ def converted(batch, dtype):
     return {n: v.to(dtype) if v.is_floating_point() else v for n, v in batch.items()}
 
 
-def ratio(make, seed):
-    """Our error over the unpatched model's, both against float64."""
+def both_errors(make, seed):
+    """Our error and the unpatched model's, both against float64."""
     seed_torch(seed)
     stock, batch = make()
     for parameter in stock.train().parameters():  # weights that fit in bfloat16
@@ -41,14 +42,18 @@ def ratio(make, seed):
         with torch.autocast("cpu", torch.bfloat16):
             grads = gradients(model, converted(batch, torch.float32))[1]
         errors.append(relative_l2({n: g.double() for n, g in grads.items()}, truth))
-    return errors[0] / errors[1]
+    return errors
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("make", [llava, whisper], ids=lambda make: make.__name__)
 def test_the_error_is_the_unpatched_models(make, in_halves):
-    ratios = [ratio(make, seed) for seed in range(SEEDS)]
-    error = statistics.stdev(ratios) / SEEDS**0.5
-    print(f"{make.__name__}: {statistics.mean(ratios):.3f} +- {error:.3f}")
+    errors = [both_errors(make, seed) for seed in range(SEEDS[make])]
+    # A mean of ratios lies above 1 where two errors scatter alike.
+    ours, stock = (
+        statistics.fmean(error**2 for error in column) for column in zip(*errors, strict=True)
+    )
+    ratio = math.sqrt(ours / stock)
+    print(f"{make.__name__}: {ratio:.3f}")
     assert in_halves
-    assert statistics.mean(ratios) <= MAX_ERROR_RATIO
+    assert ratio <= MAX_ERROR_RATIO
