@@ -102,7 +102,7 @@ def wrapped_functions(forward: Any) -> Iterator[Any]:
     visited: set[int] = set()
     while forward is not None and id(forward) not in visited:
         visited.add(id(forward))
-        if isinstance(forward, MethodType):
+        if isinstance(forward, MethodType | staticmethod):
             forward = forward.__func__
         elif isinstance(forward, functools.partial):
             forward = forward.func

@@ -83,7 +83,14 @@ HOLDER_TYPES = (
 WEAK_HOLDER_TYPES = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary)
 HOLDER_TYPE_NAMES = frozenset(kind.__name__ for kind in (*HOLDER_TYPES, *WEAK_HOLDER_TYPES))
 KNOWN_MODULES = frozenset(
-    (*MODULES_ARE_HARMLESS, *OBJECTS_ARE_KNOWN, "numpy", *sys.stdlib_module_names)
+    (
+        *MODULES_ARE_HARMLESS,
+        *OBJECTS_ARE_KNOWN,
+        "numpy",
+        # `typing_extensions.deprecated` wraps functions of torch.
+        "typing_extensions",
+        *sys.stdlib_module_names,
+    )
 )
 
 

@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 
 import streambp
@@ -872,6 +873,23 @@ def kinds_are_not_told(monkeypatch):
 
 def nothing_is_out_of_sight(monkeypatch):
     monkeypatch.setattr(memory.InPlaceWrites, "shapes_outside", lambda self, memory_after: "")
+
+
+def test_fsdp2_is_no_third_party_code():
+    """`fully_shard` changes the layer's class: one more trial in each first step, and Linears of
+    bitsandbytes, which wrap a gathered weight again in each forward, ran whole."""
+    layer = build("llama").model.layers[0]
+    names = {"__module__": FSDPModule.__module__}
+    layer.__class__ = type("FSDPLlamaDecoderLayer", (FSDPModule, type(layer)), names)
+    assert kept_values._third_party_code(layer) == []
+
+
+def test_a_static_method_of_a_program_is_third_party_code(monkeypatch):
+    layer = build("llama").model.layers[0]
+    monkeypatch.setattr(
+        type(layer.mlp), "keep", staticmethod(lambda x: STORED_VALUES.update(x=x)), raising=False
+    )
+    assert [path for path, _ in kept_values._third_party_code(layer)] == ["LlamaMLP.keep"]
 
 
 def recomputations_leave_something(monkeypatch):

@@ -51,6 +51,8 @@ def model_for(case, seed=0):
             model.set_experts_implementation(case.get("experts", "eager"))
     else:
         model = build(name, seed=seed, **{"num_hidden_layers": 2, **changes})
+    if case.get("nf4"):
+        quantize_linears(model, decoded=case["nf4"] == "decoded")
     if case.get("frozen"):
         model.get_input_embeddings().requires_grad_(False)
     if case.get("lora"):
@@ -78,6 +80,31 @@ def model_for(case, seed=0):
     if case.get("packed"):
         pack_experts(model)
     return model
+
+
+def quantize_linears(model, decoded):
+    """Linears of layers in 4 bits, stored in a dtype that FSDP2 can shard, as
+    `bnb_4bit_quant_storage` asks for. If `decoded`: plain Linears with the same values."""
+    import bitsandbytes
+
+    few_bits = {"quant_type": "nf4", "quant_storage": torch.float32}
+    for layer in decoder_layers(model):
+        for module in list(layer.modules()):
+            for name, old in list(module.named_children()):
+                if not isinstance(old, torch.nn.Linear):
+                    continue
+                sizes = (old.in_features, old.out_features, old.bias is not None, torch.float32)
+                new = bitsandbytes.nn.Linear4bit(*sizes, **few_bits)
+                new.weight = bitsandbytes.nn.Params4bit(
+                    old.weight.detach().clone(), requires_grad=False, module=new, **few_bits
+                )
+                new.to("cpu")  # where it is quantized
+                if decoded:
+                    state = new.weight.quant_state
+                    old.weight.data = bitsandbytes.functional.dequantize_4bit(new.weight, state)
+                else:
+                    setattr(module, name, new)
+    model.is_loaded_in_4bit = not decoded  # where peft looks
 
 
 def pack_experts(model):
@@ -188,7 +215,8 @@ class SingleProcess:
 
 class InFloat64(SingleProcess):
     def make_model(self, seed):
-        model = model_for({**self.case, "packed": False}, seed).double()
+        decoded = {"nf4": "decoded"} if self.case.get("nf4") else {}
+        model = model_for({**self.case, **decoded, "packed": False}, seed).double()
         if self.case.get("packed"):  # decoded weights have the dtype that was packed
             pack_experts(model)
         return model

@@ -369,6 +369,15 @@ def test_mixtures_in_few_bits(engine, name):
 
 @pytest.mark.full
 @pytest.mark.parametrize("engine", ENGINES)
+def test_linears_in_4_bits(engine):
+    """FSDP2 shards their bytes; in each forward bitsandbytes then wraps the gathered weight."""
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    setting = {"stage": 3, "zero": NOTHING_CACHED} if engine == "deepspeed" else {}
+    check(engine, [{**setting, "lora": True, "nf4": True, "steps": 2}])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("engine", ENGINES)
 def test_router_loss(engine):
     """Its gradient comes through router logits, which leave the layer beside its hidden states."""
     setting = {"stage": 3, "zero": NOTHING_CACHED} if engine == "deepspeed" else {}

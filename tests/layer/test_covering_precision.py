@@ -1,7 +1,8 @@
 """The covering table in bfloat16: our error is at most 1.05 times the unpatched model's own, on
 average over models.
 
-The truth is float32 with the same stored values. Experts are chosen by a token's number: a token
+The truth is float32 with the same stored values, decoded. Bases in few bits are bitsandbytes' and
+torchao's own; their cells are skipped where these are not installed. Experts are chosen by a token's number: a token
 that goes to another expert is a larger error than any rounding.
 
 covers: layer/packed_experts.py, layer/expert_adapters.py, layer/adapters.py, offload/ranges.py
@@ -23,12 +24,14 @@ from streambp.layer import expert_adapters
 from tests import zoo
 from tests.layer.test_covering_table import (
     ADAPTERS,
+    BASES,
     EXPERTS,
     FAMILIES,
     MIXTURES,
     adapted,
     experts_of,
     pack_parameter,
+    refusal_of,
 )
 from tests.layer.test_expert_adapters import SETTINGS, streamed
 from tests.oracle import assert_as_precise, gradients, relative_l2
@@ -39,15 +42,28 @@ pytestmark = pytest.mark.filterwarnings("ignore:Move the model to an accelerator
 CLASSES = 4  # of tokens, which go to the same experts
 LENGTH = 125
 MODELS_OF_AN_ERROR = {"gpt_oss": 16}  # its ratios scatter by a fifth; 8 of other families
+LINEARS_IN_FEW_BITS = ("4-bit Linears", "int8", "4-bit Linears and experts")
 KINDS = tuple(
-    kind
-    for kind in itertools.product(FAMILIES, (False, True), ADAPTERS)
-    if kind[0] in MIXTURES or not (kind[1] or kind[2] in ("experts", "both"))
+    (family, base, adapters)
+    for family, base, adapters in itertools.product(FAMILIES, BASES, ADAPTERS)
+    if base != "float8"  # casts each call: tests/layer/test_float8_linears.py
+    and (family in MIXTURES or not (BASES[base].packed or adapters in ("experts", "both")))
+    # Their Linears are alike in all mixtures.
+    and (base not in LINEARS_IN_FEW_BITS or family in ("qwen3_moe", "qwen3"))
 )
-# Each kind with one of the settings in turn, which test_covering_table.py combines.
-CELLS = tuple(
-    (*kind, settings) for kind, settings in zip(KINDS, itertools.cycle(SETTINGS), strict=False)
-)
+
+
+def cells():
+    """Each kind with one of the settings in turn, which test_covering_table.py combines."""
+    settings = itertools.cycle(SETTINGS)
+    for family, base, adapters in KINDS:
+        setting = next(settings)
+        while refusal_of(base, setting) is not None:
+            setting = next(settings)
+        yield family, base, adapters, setting
+
+
+CELLS = tuple(cells())
 
 
 def route_by_token(model, trained_alone=False):
@@ -69,7 +85,32 @@ def route_by_token(model, trained_alone=False):
                 module.weight[:, :CLASSES] = (numbers * 1.7).sin().to(module.weight.dtype)
 
 
-def models_of(family, packed, adapters, draw):
+def decode_linears(model):
+    """Plain Linears in place of those whose weights are stored in few bits."""
+    for module in list(model.modules()):
+        for name, linear in list(module.named_children()):
+            if not isinstance(linear, torch.nn.Linear):
+                continue
+            weight = linear.weight
+            if hasattr(weight, "quant_state"):
+                functional = pytest.importorskip("bitsandbytes.functional", reason="bitsandbytes")
+                weight = functional.dequantize_4bit(weight, weight.quant_state)
+                # Weights are stored as (in, out) in some of bitsandbytes' layouts.
+                assert weight.shape == (linear.out_features, linear.in_features)
+            elif type(weight) is not torch.nn.Parameter:
+                weight = weight.dequantize()
+            else:
+                continue
+            plain = torch.nn.Linear(
+                linear.in_features, linear.out_features, linear.bias is not None
+            )
+            plain.weight = torch.nn.Parameter(weight.detach().clone(), requires_grad=False)
+            plain.bias = linear.bias
+            setattr(module, name, plain)
+    return model
+
+
+def models_of(family, base, adapters, draw):
     """A random model in bfloat16, the unpatched one that it is compared with, and the same values
     in float32."""
     seed_torch(draw)
@@ -81,6 +122,9 @@ def models_of(family, packed, adapters, draw):
             if parameter.dim() == 3:
                 parameter.normal_(0, 0.2)
     route_by_token(model)
+    if BASES[base].linears is not None:
+        BASES[base].linears(model)
+    packed = BASES[base].packed
     model = adapted(model, family, adapters).to(torch.bfloat16).train()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -92,7 +136,7 @@ def models_of(family, packed, adapters, draw):
             pack_parameter(experts, name)
             with torch.no_grad():
                 getattr(wide, name).copy_(getattr(experts, name)).requires_grad_(False)
-    truth = copy.deepcopy(decoded).float()
+    truth = decode_linears(copy.deepcopy(decoded)).float()
     peft_is_wrong = packed and adapters in ("experts", "both")
     return model, (decoded if peft_is_wrong else model), truth
 
@@ -114,9 +158,9 @@ def draw_values(models, draw):
         route_by_token(model, trained_alone=True)
 
 
-def errors_of(family, packed, adapters, settings):
+def errors_of(family, base, adapters, settings):
     """Our error and the unpatched model's own, each of some random models together."""
-    model, stock, wide = models_of(family, packed, adapters, 0)
+    model, stock, wide = models_of(family, base, adapters, 0)
     ours = streamed(model, **SETTINGS[settings])
     squares = [0.0, 0.0]
     for draw in itertools.count(1):
@@ -137,11 +181,11 @@ def errors_of(family, packed, adapters, settings):
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("family", "packed", "adapters", "settings"),
+    ("family", "base", "adapters", "settings"),
     CELLS,
 )
-def test_cells(family, packed, adapters, settings):
-    assert_as_precise(errors_of(family, packed, adapters, settings))
+def test_cells(family, base, adapters, settings):
+    assert_as_precise(errors_of(family, base, adapters, settings))
 
 
 @pytest.mark.full
@@ -155,4 +199,4 @@ def test_sums_in_fewer_bits_are_seen(monkeypatch):
 
     monkeypatch.setattr(expert_adapters, "folded_weight", rounded)
     with pytest.raises(AssertionError):
-        test_cells("qwen3_moe", False, "both", "chunks")
+        test_cells("qwen3_moe", "plain", "both", "chunks")
