@@ -403,6 +403,8 @@ FLOAT8_CASTS_FOR_WEIGHTS = (
 HOOKS_ARE_HARMLESS = ("torch", "transformers", "accelerate", "deepspeed", "streambp")
 # Packages whose modules and forwards treat tokens alike outside of attention.
 MODULES_ARE_HARMLESS = (*HOOKS_ARE_HARMLESS, "peft", "liger_kernel", TORCHAO, "bitsandbytes")
+# package that each `assert` of a test module calls; its session holds iterators
+PYTEST = "_pytest"
 # Packages whose forwards compute a loss with torch's operations. See `foreign.py`.
 FORWARDS_ARE_PLAIN = (*HOOKS_ARE_HARMLESS, "peft")
 # Packages whose objects are compared by class alone. [Note: fingerprint]

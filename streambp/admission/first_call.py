@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from streambp.admission.generators import learn_changes
 from streambp.admission.own_run import StreamingMismatchError
 from streambp.admission.rehearsal import TRIAL_CHUNK_SIZE, causal_prefix, may_have_graphs, rehearse
 from streambp.admission.snapshot import StateRestorer
@@ -44,7 +45,7 @@ def find_values_set_once(call: LayerCall, x: Tensor, state: StateRestorer) -> li
     names = state.changes()
     if not names:
         return []
-    call.snapshot = call.layer_state.fingerprint.learn(call.layer_state.layer, call.snapshot)
+    learn_changes(call, state)
     state.rewind()
     first = _run_once(call, x)
     state.end_run()

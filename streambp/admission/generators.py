@@ -24,7 +24,7 @@ from streambp.fingerprint.snapshots import Generator, LayerSnapshot, ModuleSnaps
 from streambp.layer.call import LayerCall
 from streambp.layer.layer_state import LayerState
 from streambp.layer.products import has_global_hooks
-from streambp.layer.side_effects import buffers_of, replace_buffers
+from streambp.layer.side_effects import buffers_of, replace_buffers, use_buffers
 
 # Only third-party code counts: transformers' layers never draw here, but other threads may.
 GLOBAL_GENERATORS: tuple[Generator, ...] = (random._inst, np.random.mtrand._rand)  # type: ignore[attr-defined]
@@ -124,10 +124,11 @@ def restore_module_state(
     """
     if generators is None:
         generators = generators_inside(module)
+    buffers = buffers_of(module)
     with (
-        replace_buffers(buffers_of(module)),
+        replace_buffers(buffers),
         keep_generator_states(generators),
-        StateRestorer(module) as restored,
+        StateRestorer(module, buffers) as restored,
     ):
         yield restored
 
@@ -147,6 +148,19 @@ def trial_context(call: LayerCall) -> Iterator[StateRestorer]:
     with (
         replace_buffers(buffers),
         keep_generator_states(generators),
-        StateRestorer(call.layer_state.layer) as restored,
+        StateRestorer(call.layer_state.layer, buffers) as restored,
     ):
         yield restored
+
+
+def learn_changes(call: LayerCall, state: StateRestorer) -> None:
+    """Ignore attributes that a test run has changed, such as a counter, in later comparisons of the
+    layer. Buffers stay compared, although copies replace them during the test.
+
+    Args:
+        call: the layer's call, whose snapshot is renewed.
+        state: the result of `trial_context`.
+    """
+    fingerprint = call.layer_state.fingerprint
+    with use_buffers(state.buffers):
+        call.snapshot = fingerprint.learn(call.layer_state.layer, call.snapshot)

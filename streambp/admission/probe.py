@@ -29,7 +29,13 @@ from streambp.admission.agreement import (
     router_scores_agree,
 )
 from streambp.admission.first_call import REASON_FIRST_CALL, find_values_set_once
-from streambp.admission.generators import generator_states, generators_of, has_drawn, trial_context
+from streambp.admission.generators import (
+    generator_states,
+    generators_of,
+    has_drawn,
+    learn_changes,
+    trial_context,
+)
 from streambp.admission.long_trial import why_not_at_length
 from streambp.admission.own_run import (
     StreamingMismatchError,
@@ -265,9 +271,7 @@ def _why_not(call: LayerCall, hidden_states: Tensor) -> ProbeResult:
             except Exception as error:
                 outcome = _result_of_error(call, x, upstream, error, state)
         if not outcome.may_change:
-            call.snapshot = call.layer_state.fingerprint.learn(
-                call.layer_state.layer, call.snapshot
-            )
+            learn_changes(call, state)
     return outcome._replace(certain=outcome.certain and hidden_states.shape[-2] > TRIAL_CHUNK_SIZE)
 
 

@@ -82,6 +82,7 @@ from streambp.known_names import (
     MODULES_ARE_HARMLESS,
     OBJECTS_ARE_KNOWN,
 )
+from streambp.layer.side_effects import Buffers
 
 ATOMIC_TYPES = frozenset(
     (
@@ -547,10 +548,12 @@ class StateRestorer:
 
     Args:
         module: the module.
+        buffers: the module's buffers, which copies replace during the test.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, buffers: Buffers) -> None:
         self.module = module
+        self.buffers = buffers
         self._first: dict[str, Change] = {}
         self._end_of_first_run: Snapshot | None = None
 

@@ -58,7 +58,7 @@ from streambp.fingerprint.observed_values import name_of
 from streambp.fingerprint.snapshots import ENGINE_ATTRIBUTES, TORCH_ATTRIBUTES, Generator
 from streambp.foreign import home_of, wrapped_functions
 from streambp.instance_forward import InstanceForward, UnboundForward
-from streambp.known_names import MODULES_ARE_HARMLESS, OBJECTS_ARE_KNOWN
+from streambp.known_names import MODULES_ARE_HARMLESS, OBJECTS_ARE_KNOWN, PYTEST
 from streambp.tensors import tensors_in
 
 MAX_VISITED_OBJECTS = 4000
@@ -89,6 +89,7 @@ KNOWN_MODULES = frozenset(
         "numpy",
         # `typing_extensions.deprecated` wraps functions of torch.
         "typing_extensions",
+        PYTEST,
         *sys.stdlib_module_names,
     )
 )

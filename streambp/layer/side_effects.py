@@ -35,13 +35,12 @@ def buffers_of(layer: nn.Module) -> Buffers:
 
 
 @contextlib.contextmanager
-def replace_buffers(buffers: Buffers) -> Iterator[None]:
-    """Context manager for a test run or a recomputation of a layer: replaces buffers in their
-    modules by detached copies, and puts the original tensors back at the end. The layer thus never
-    writes to the originals, which autograd graphs may have saved.
+def use_buffers(buffers: Buffers) -> Iterator[None]:
+    """Context manager that puts these tensors [...] in place of the modules' buffers, and puts the
+    earlier tensors back at the end.
 
     Args:
-        buffers: the original buffers, from `buffers_of`.
+        buffers: the tensors by (module, buffer name).
     """
     # a forward that deletes a buffer has left none, where it is computed again
     originals = {
@@ -49,7 +48,7 @@ def replace_buffers(buffers: Buffers) -> Iterator[None]:
     }
     try:
         for (module, name), buffer in buffers.items():
-            module._buffers[name] = buffer.detach().clone()
+            module._buffers[name] = buffer
         yield
     finally:
         for module, name in buffers:
@@ -57,6 +56,20 @@ def replace_buffers(buffers: Buffers) -> Iterator[None]:
                 module._buffers[name] = originals[module, name]
             else:
                 module._buffers.pop(name, None)
+
+
+def replace_buffers(buffers: Buffers) -> contextlib.AbstractContextManager[None]:
+    """Context manager for a test run or a recomputation of a layer: replaces buffers in their
+    modules by detached copies, and puts the original tensors back at the end. The layer thus never
+    writes to the originals, which autograd graphs may have saved.
+
+    Args:
+        buffers: the original buffers, from `buffers_of`.
+    """
+    copies: Buffers = {}
+    for key, buffer in buffers.items():
+        copies[key] = buffer.detach().clone()
+    return use_buffers(copies)
 
 
 def find_written_buffers(copies: Buffers) -> Buffers:

@@ -200,8 +200,8 @@ STORE_CLASSES = {
     "other defaults": InDefaults,
 }
 FAST_CASES = ("buffer that is None", "parameter that is None")
-# Layers that write to buffers, or keep values on weights, run whole.
-UNCHUNKED_CASES = ("deleted buffer", "attribute of a weight")
+# Layers that keep values on weights run whole.
+UNCHUNKED_CASES = ("attribute of a weight",)
 
 
 def check(way, case):
@@ -257,7 +257,7 @@ def test_everything_is_put_back():
     module.function = types.FunctionType(function.__code__, {"__name__": "a_program"})
     module.function.__defaults__ = (1, 2)
     weight, bias = module.weight, module.bias
-    with StateRestorer(module) as restored:
+    with StateRestorer(module, {}) as restored:
         change_all(module)
         names = restored.changes()
         restored.rewind()
@@ -279,7 +279,7 @@ def test_everything_is_put_back():
 def test_what_a_test_puts_in_the_place_of_a_parameter_stays():
     """Plain tensors, which a test differentiates, are no change of the module's."""
     module = nn.Linear(3, 3)
-    with StateRestorer(module) as restored:
+    with StateRestorer(module, {}) as restored:
         shadow = module._parameters["weight"] = module.weight.detach().requires_grad_()
         assert not restored.changes()
         restored.rewind()

@@ -711,7 +711,7 @@ def test_everything_is_put_back():
     mlp.holder, mlp.array, mlp.view = Holder(), np.arange(3), torch.zeros(1).expand(4)
     hook = mlp.register_forward_hook(lambda *_: None)
     contents_before, version, expected = kept_of(layer), mlp.some._version, torch.arange(4.0)
-    with StateRestorer(layer):
+    with StateRestorer(layer, {}):
         mlp.table.move_to_end("a")
         mlp.counts["x"].append(2)
         mlp.counts["y"].append(3)

@@ -280,7 +280,7 @@ def with_more(layer):
     layer.self_attn.register_forward_pre_hook(reads_both)
 
 
-@pytest.mark.fast(21)
+@pytest.mark.fast("streams-buffer")
 @pytest.mark.parametrize(
     ("runs", "change"),
     thinned(

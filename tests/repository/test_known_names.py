@@ -132,6 +132,7 @@ def packages():
 def modules():
     names = (
         "transformers.masking_utils", "transformers.utils.deprecation", "peft.tuners.lora.layer", "peft.tuners.lora.bnb",
+        "_pytest",
     )  # fmt: skip
     return {name for name in names if importlib.util.find_spec(name)}
 
@@ -158,7 +159,7 @@ CHECKED_NAMES = {
         arguments,
     ): "TOKEN_DIMS UNTYPED_CACHES STATE_ARGUMENT PICKED_KEYS_ARGUMENT DISTANCES KEY_ARGUMENTS "
     "SEGMENT_ENDS DOCUMENT_IDS DOCUMENT_ENDS",
-    ("transformers", modules): "MASKING_MODULE DEPRECATION_MODULE",
+    ("transformers", modules): "MASKING_MODULE DEPRECATION_MODULE PYTEST",
     ("transformers", indexers): "INDEXER",
     ("transformers", None): """
         ATTENTION_TABLE EAGER SDPA FLASH EAGER_FORWARD IMPLEMENTATION EXPERTS_IMPLEMENTATION
