@@ -337,11 +337,9 @@ def stream_mask(config: PreTrainedConfig | None = None, **description: Any) -> A
     If the config does not use `stream_attention` in the current thread, return the mask of its own
     attention implementation."""
     implementation = _thread_implementation(config)
-    function = (
-        LazyMask
-        if implementation is None
-        else AttentionMaskInterface().get(implementation, LazyMask)
-    )
+    function: Any = LazyMask
+    if implementation is not None:
+        function = AttentionMaskInterface().get(implementation, LazyMask)
     return function(config=config, **description)
 
 
@@ -365,7 +363,9 @@ def _whole_sequence(query: Tensor, key: Tensor, mask: Any, kwargs: Any) -> Prefi
     return PrefixChunkAttention(Prefix(layout, length, "auto"), Chunk(0, 0, length), stage)
 
 
-def encoder_masks(arguments: Mapping[Any, Any], configs: list[PreTrainedConfig]) -> dict[Any, Any]:
+def encoder_masks(
+    arguments: Mapping[Any, Any], configs: list[PreTrainedConfig], has_own_mask: bool
+) -> dict[Any, Any]:
     """Return the masks of a decoder layer's cross-attention, as a dict from keys of `arguments` to
     tensors [B, 1, 1, S]. None in place of a tensor: all S positions of the encoder are read.
 
@@ -373,19 +373,16 @@ def encoder_masks(arguments: Mapping[Any, Any], configs: list[PreTrainedConfig])
         arguments: the layer's arguments, by name or index. A bidirectional mask belongs to
             cross-attention if there is another mask too, for the layer's own attention.
         configs: the configs of the layer's attention modules.
+        has_own_mask: True if the mask of the layer's own attention is a tensor, or is causal.
     """
-    masks: dict[Any, LazyMask] = {}
-    for name, value in arguments.items():
-        if isinstance(value, LazyMask):
-            masks[name] = value
-    if len(masks) < 2:
-        return {}
     is_added = any(own_implementation(config) == EAGER for config in configs)
-    masks_over_keys: dict[Any, Any] = {}
-    for name, mask in masks.items():
-        if mask.is_bidirectional:
-            masks_over_keys[name] = mask.to_key_mask(is_added)
-    return {} if len(masks_over_keys) == len(masks) else masks_over_keys
+    masks: dict[Any, Any] = {}
+    for name, value in arguments.items():
+        if isinstance(value, LazyMask) and value.is_bidirectional:
+            masks[name] = value.to_key_mask(is_added)
+        elif isinstance(value, LazyMask):
+            has_own_mask = True
+    return masks if has_own_mask else {}
 
 
 class RoutedImplementation(str):
@@ -695,8 +692,10 @@ class InterfaceAttention(NoAttention):
             UnsupportedMaskError: the mask is bool and the model's attention is eager, which would
                 add the values of the mask to the scores.
         """
-        if list(map(type, arguments.values())).count(LazyMask) > 1:  # the layer has cross-attention
-            arguments.update(encoder_masks(arguments, self.configs(layer)))
+        masks = list(map(type, arguments.values())).count(LazyMask)
+        is_tensor = isinstance(arguments.get("attention_mask"), Tensor)
+        if masks > 1 or (masks == 1 and is_tensor):  # the layer has cross-attention
+            arguments.update(encoder_masks(arguments, self.configs(layer), is_tensor))
         mask = attention_mask_of(arguments)
         if mask is None or isinstance(mask, LazyMask):
             return None
@@ -754,7 +753,7 @@ class InterfaceAttention(NoAttention):
             args: the layer's positional arguments.
             kwargs: the layer's keyword arguments.
         """
-        masks = encoder_masks({**dict(enumerate(args)), **kwargs}, configs)
+        masks = encoder_masks({**dict(enumerate(args)), **kwargs}, configs, True)
         kwargs = {**kwargs, **{name: masks[name] for name in kwargs.keys() & masks.keys()}}
         return route_attention(configs), tuple(map(masks.get, range(len(args)), args)), kwargs
 

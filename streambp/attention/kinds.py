@@ -80,7 +80,7 @@ def _why_empty_queries(mask: Tensor) -> str | None:
     )
     if empty is None:
         return None
-    return "a query reads no key, for which an added mask gives the mean over all keys"
+    return EMPTY_QUERY_REASON
 
 
 class BidirectionalAttention(InterfaceAttention):
@@ -120,6 +120,8 @@ class BidirectionalAttention(InterfaceAttention):
         is_eager = any(own_implementation(config) == EAGER for config in self.configs(layer))
         if is_eager and mask.has_empty_row:
             return EMPTY_ROW_REASON
+        if is_eager and mask.has_empty_window:
+            return EMPTY_QUERY_REASON
         if not is_eager and mask.description.get("allow_is_causal_skip", False):
             return (
                 "its attention modules are bidirectional and its mask is causal: eager attention "
@@ -146,6 +148,7 @@ class BidirectionalAttention(InterfaceAttention):
         return _with_own_masks(configs, args, kwargs)
 
 
+EMPTY_QUERY_REASON = "a query reads no key, for which an added mask gives the mean over all keys"
 EMPTY_ROW_REASON = "a row has no tokens, of which an added mask gives a mean over all keys"
 
 

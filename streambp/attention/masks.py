@@ -59,9 +59,19 @@ class LazyMask:
         tree: function from the sliding window (None: no window) to the keys that each query reads,
             if the batch's rows are merged into one packed row (`prefixes/tree.py`). None: no packed
             row.
+
+    Raises:
+        UnsupportedMaskError: the argument `attention_mask` is not 2-D.
     """
 
     def __init__(self, **description: Any) -> None:
+        padding = description.get("attention_mask")
+        if isinstance(padding, Tensor) and padding.dim() != 2:
+            raise UnsupportedMaskError(
+                f"The attention mask has shape {tuple(padding.shape)}, of which transformers makes "
+                "no mask. Pass it 2-D, [B, T] with 1 for tokens and 0 for padding, or 4-D, [B or "
+                "1, heads or 1, T, T]."
+            )
         self.description = description
         self.layout: Spans | DenseMask | None = None
         self.bidirectional_layout: Spans | DenseMask | None = None
@@ -71,6 +81,7 @@ class LazyMask:
         self.tree: Callable[[int | None], Spans] | None = None
         self._keys_read: Tensor | None = None
         self._has_empty_row: bool | None = None
+        self._has_empty_window: bool | None = None
 
     @property
     def is_bidirectional(self) -> bool:
@@ -88,6 +99,28 @@ class LazyMask:
                 padding is not None and has_data(padding) and not bool(padding.any(-1).all())
             )
         return self._has_empty_row
+
+    @property
+    def has_empty_window(self) -> bool:
+        """True if a query reads no key, because the query's sliding window, or all keys that a
+        decoder's query may read, are padding. False for a mask without data. The result is cached,
+        because all layers share the mask and the scan costs T^2 mask elements."""
+        if self._has_empty_window is None:
+            self._has_empty_window = self._find_empty_window()
+        return self._has_empty_window
+
+    def _find_empty_window(self) -> bool:
+        padding: Tensor | None = self.description.get("attention_mask")
+        if self.is_bidirectional or padding is None or not has_data(padding) or bool(padding.all()):
+            return False
+        batch_size, length = padding.shape
+        mask = DenseMask(batch_size, length, self)
+        empty, _ = find_empty(
+            lambda q0, q1, k0, k1: reads(mask.tile(q0, q1, k0, k1, padding.device)),
+            length,
+            padding.device,
+        )
+        return empty is not None
 
     def to_key_mask(self, is_added: bool) -> Tensor | None:
         """Return the mask of cross-attention or of an encoder as [B, 1, 1, S], because it is the
@@ -110,6 +143,22 @@ class LazyMask:
                 scores = torch.zeros(read.shape, dtype=dtype, device=read.device)
                 self._keys_read = scores.masked_fill(~read, torch.finfo(dtype).min)
         return self._keys_read
+
+    def repeat(self, *sizes: int) -> Tensor:
+        """Return the mask of cross-attention [B, 1, 1, S], bool, True for keys that are read,
+        repeated as by torch's `repeat`. The pooling head of SigLIP 2 passes its mask to torch's own
+        attention.
+
+        Raises:
+            UnsupportedMaskError: the mask is not the same for all queries.
+        """
+        mask = self.to_key_mask(is_added=False)
+        if mask is None or not self.is_bidirectional:
+            raise UnsupportedMaskError(
+                "The model reads its attention mask itself, and the mask is not one of keys alone. "
+                "Run this model unpatched (streambp.unpatch(model))."
+            )
+        return mask.repeat(*sizes)
 
     def __getitem__(self, index: Any) -> LazyMask:
         """Return the mask itself if the index selects all queries and keys. Some models slice their

@@ -31,7 +31,7 @@ from streambp.device import has_data
 from streambp.distributed.engines import differentiable_input
 from streambp.distributed.host import engine_host_use
 from streambp.errors import StreamBPError, UnsharedError
-from streambp.foreign import eager_forward
+from streambp.foreign import eager_forward, wrapped_functions
 from streambp.head.recipe import HeadRequest
 from streambp.instance_forward import InstanceForward
 from streambp.known_names import (
@@ -579,9 +579,18 @@ class BackboneForward(InstanceForward):
         """True if the current call is in training and returns no cache, although the unpatched
         model would return one. The output then gets an `AbsentCache` placeholder. Called only for
         calls that request a cache."""
-        if not self.module.training:
+        if not self.module.training or self._makes_no_cache:
             return False
         return not (getattr(self.module, CHECKPOINTING_ATTRIBUTES[0], False) or self.checkpointed)
+
+    @functools.cached_property
+    def _makes_no_cache(self) -> bool:
+        """True if the backbone's own forward makes a cache for a decoder alone, and its config says
+        that it is an encoder."""
+        if getattr(self.module.config, "is_decoder", False):
+            return False
+        codes = (getattr(f, "__code__", None) for f in wrapped_functions(type(self.module).forward))
+        return any(code is not None and "is_decoder" in code.co_names for code in codes)
 
     @functools.cached_property
     def _has_outer_defaults(self) -> bool:

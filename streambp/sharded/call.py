@@ -295,8 +295,13 @@ class ShardedCall(LayerCall):
         is_cached = key in self.layer_state.tests.unread_in_halves
         if linears and not is_cached and not torch.is_inference_mode_enabled():
             parameters = Parameters(self.layer_state.layer, self.device)
+            # Not the hooks of a checkpoint around the model: it would store the trial's tensors.
+            without_outer_hooks = torch.autograd.graph.saved_tensors_hooks(
+                Tensor.detach, Tensor.detach
+            )
             with (
                 torch.enable_grad(),
+                without_outer_hooks,
                 RandomState.capture(self.device).replay(),
                 parameters.shadow(),
             ):

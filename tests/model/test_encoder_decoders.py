@@ -159,11 +159,11 @@ def gradients(model, batch):
     return loss.detach(), grads
 
 
-def check(name, source=19, implementation="sdpa", **settings):
+def check(name, source=19, implementation="sdpa", changes=None, **settings):
     stock = {**MODEL_BUILDERS, **MASK_ARGUMENTS, "t5gemma2": t5gemma2}[name]().train()
     if name != "t5gemma2":
         stock.set_attn_implementation(implementation)
-    batch = batch_of(name, source)
+    batch = {**batch_of(name, source), **(changes or {})}
     loss, expected = gradients(stock, batch)
     ours = streambp.patch(copy.deepcopy(stock), streambp.StreamConfig(**settings))
     for _ in range(2):
@@ -184,6 +184,32 @@ def test_exact(name, source, settings):
     for implementation in ("eager",) if name == "t5gemma" else ("sdpa", "eager"):
         seed_torch()
         check(name, source, implementation, chunk_size=CHUNK, **settings)
+
+
+def causal_4d_mask():
+    """An added mask of the decoder in which the second row has two documents."""
+    read = torch.ones(3, 1, LENGTH, LENGTH, dtype=torch.bool).tril()
+    read[1, 0, 13:, :13] = False
+    return torch.zeros(read.shape).masked_fill(~read, torch.finfo(torch.float64).min)
+
+
+@pytest.mark.parametrize("source", [LENGTH, 19], ids=["equal lengths", "other lengths"])
+@pytest.mark.parametrize("name", ["bart", "two berts"])
+def test_a_4d_mask_of_the_decoder_beside_the_encoders(name, source):
+    """The encoder's mask is the only one that is not built, and is not the decoder's own."""
+    for implementation in ("sdpa", "eager"):
+        seed_torch()
+        changes = {"decoder_attention_mask": causal_4d_mask()}
+        check(name, source, implementation, changes, chunk_size=CHUNK)
+
+
+def test_the_mutant_that_takes_the_encoders_mask_for_the_decoders_is_noticed(monkeypatch):
+    real = interface.encoder_masks
+    monkeypatch.setattr(
+        interface, "encoder_masks", lambda arguments, configs, _: real(arguments, configs, False)
+    )
+    with pytest.raises((AssertionError, streambp.StreamBPError)):
+        test_a_4d_mask_of_the_decoder_beside_the_encoders("bart", 19)
 
 
 @pytest.mark.parametrize("source", [LENGTH, 19], ids=["equal lengths", "other lengths"])

@@ -20,6 +20,7 @@ from tests.sharded.test_bidirectional import CHUNK, LENGTH, MODEL_BUILDERS, in_h
 __all__ = ["in_halves"]  # a fixture
 
 NAMES = ["bert", "modernbert", "llama", "embedding_gemma"]
+WINDOWS = {"modernbert": {1, 2}, "embedding_gemma": {0, 1}}  # layers with a sliding window
 
 
 pytestmark = pytest.mark.usefixtures("float64_everywhere")
@@ -100,6 +101,79 @@ def test_the_mutant_that_looks_for_no_row_of_padding_is_noticed(monkeypatch, in_
     monkeypatch.setattr(masks.LazyMask, "has_empty_row", False)
     with pytest.raises((AssertionError, streambp.StreamBPError)):
         test_a_row_of_padding("bert", "between", "eager", in_halves)
+
+
+def windows_without_tokens():
+    """Padding that is longer than the windows (8 tokens), on the right of the second row."""
+    mask = torch.ones(3, LENGTH, dtype=torch.long)
+    mask[1, LENGTH - 13 :] = 0
+    return mask
+
+
+@pytest.mark.fast("modernbert-eager")
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", ["modernbert", "embedding_gemma"])
+def test_windows_of_padding(name, implementation, in_halves):
+    """Eager attention takes the mean over all keys there, and a mean without the mask reads it."""
+    seed_torch()
+    x, mask = ids(3), windows_without_tokens()
+    stock = make_model(name, implementation)
+
+    def step(model):
+        return weighted(model(input_ids=x, attention_mask=mask, use_cache=False))
+
+    paths = [layer.path for layer in check(stock, step).layers]
+    if implementation == "sdpa":
+        assert set(paths) == {"streams"}
+    else:
+        windows = {layer for layer, path in enumerate(paths) if path == "checkpoints"}
+        assert windows == WINDOWS[name]
+    assert in_halves
+
+
+def test_the_mutant_that_looks_for_no_window_of_padding_is_noticed(monkeypatch, in_halves):
+    monkeypatch.setattr(masks.LazyMask, "has_empty_window", False)
+    with pytest.raises((AssertionError, streambp.StreamBPError)):
+        test_windows_of_padding("embedding_gemma", "eager", in_halves)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_fields_of_the_output(name):
+    """BERT makes a cache where it is a decoder."""
+    seed_torch()
+    x = ids(2)
+    stock = make_model(name)
+    ours = streambp.patch(copy.deepcopy(stock), streambp.StreamConfig(chunk_size=CHUNK))
+    assert list(ours(input_ids=x).keys()) == list(stock(input_ids=x).keys())
+
+
+@pytest.mark.parametrize("name", ["bert", "llama"])
+def test_a_3d_mask_is_refused(name):
+    """The unpatched model raises, too; each position of [T, T] would count as one of [T]."""
+    x = ids(3)
+    model = streambp.patch(make_model(name), streambp.StreamConfig(chunk_size=CHUNK))
+    mask = torch.ones(3, LENGTH, LENGTH, dtype=torch.long).tril()
+    with pytest.raises(streambp.errors.UnsupportedMaskError, match="Pass it 2-D"):
+        model(input_ids=x, attention_mask=mask, use_cache=False)
+
+
+@pytest.mark.fast("modernbert")
+@pytest.mark.parametrize("name", NAMES)
+def test_a_checkpoint_around_the_first_call(name, in_halves):
+    """The checkpoint's hooks would store the tensors of the halves' trial."""
+    seed_torch(1)
+    x, mask = ids(3), padding("right")
+
+    def step(model):
+        def call(start):
+            states = model(input_ids=x, attention_mask=mask, use_cache=False).last_hidden_state
+            return (states * mask[..., None]).square().sum() + start
+
+        start = torch.zeros((), requires_grad=True)
+        return torch.utils.checkpoint.checkpoint(call, start, use_reentrant=False)
+
+    check(make_model(name), step)
+    assert in_halves
 
 
 @pytest.mark.fast("modernbert")

@@ -223,6 +223,23 @@ def test_exact(make, implementation, in_halves):
     assert in_halves.count(LENGTHS[make]) == 4  # two layers, two steps
 
 
+def test_a_pooling_head_that_reads_the_mask(in_halves):
+    """SigLIP 2's head repeats its mask for torch's own attention."""
+    seed_torch()
+    model, batch = siglip2()
+    config = copy.deepcopy(model.config)
+    config.vision_use_head = True
+    stock = Siglip2VisionModel(config).train()
+    settings = streambp.StreamConfig(chunk_size=CHUNK, towers=True)
+    ours = streambp.patch(copy.deepcopy(stock), settings)
+    for model in (stock, ours):
+        model(**batch).pooler_output.square().sum().backward()
+    expected = {n: p.grad for n, p in stock.named_parameters() if p.grad is not None}
+    computed = {n: p.grad for n, p in ours.named_parameters() if p.grad is not None}
+    assert worst_error(computed, expected) <= MAX_FLOAT64_ERROR
+    assert in_halves
+
+
 @pytest.mark.parametrize(
     "settings",
     [
