@@ -1,6 +1,6 @@
 """The benchmark page, its picture and README's table say what the committed rows say.
 
-covers: scripts/benchmarks.py
+Tests scripts/benchmarks.py.
 """
 
 from __future__ import annotations

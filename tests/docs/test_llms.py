@@ -1,6 +1,6 @@
 """docs/llms.txt lists the users' pages as they are.
 
-covers: scripts/llms.py
+Tests scripts/llms.py.
 """
 
 from __future__ import annotations

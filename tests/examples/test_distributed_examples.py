@@ -165,8 +165,13 @@ else:
 rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2,))
 model = streambp.patch(model_for({}), streambp.StreamConfig(chunk_size=5))
 steps, calls = [], []
+def in_trial():
+    frame = sys._getframe()
+    while frame is not None and frame.f_code.co_name != "_run_tests":
+        frame = frame.f_back
+    return frame is not None
 def count(module, args):
-    if torch.is_grad_enabled() == (phase == "backward") and len(steps) > 1:  # in the first step layers are tried
+    if torch.is_grad_enabled() == (phase == "backward") and len(steps) > 1 and not in_trial():
         calls.append(1)
     if rank == 1 and len(calls) == 2:
         raise ValueError("injected in the middle of a step")
@@ -176,7 +181,7 @@ for seed in range(3):
     batch, items = shard(whole_batch({"seed": seed}), rank) if engine == "Ulysses" else as_trainer_gives({"seed": seed})
     with contextlib.nullcontext() if engine == "Ulysses" else split(mesh, batch, {}):
         if not seed:
-            tell(type(find_split(model.config, True)).__name__)
+            tell(engine if find_split(model.config, True) is not None else 'none')
         model(**batch, num_items_in_batch=items, use_cache=False).loss.backward()
 print("all steps done")
 """

@@ -200,6 +200,7 @@ def _sensible(field: str, value: Any) -> bool:
         "share_prefixes",
         "unpatched_runs",
         "compare_backward",
+        "towers",
     )
     if field == "share_prefixes" and value is None:
         return True
@@ -222,6 +223,7 @@ def _sensible(field: str, value: Any) -> bool:
         )
     choices = {
         "attention": ("auto",),
+        "kernels": ("auto",),
         "offload": ("cpu", "auto"),
         "rows": ("auto",),
         "weights": ("cpu", "auto"),
@@ -346,7 +348,8 @@ def rates_files(folder: Path) -> Iterator[tuple[str, str]]:
             kind = {
                 "name": text,
                 "source": text,
-                "guess": boolean,
+                "assumed": boolean,
+                "guess": boolean,  # its name in older files
                 "node": number and isinstance(value, int),
             }.get(field, number)
             if outcome == "accepted" and not (kind if value is not dict else field not in required):
