@@ -88,9 +88,14 @@ def batches(rank, case, real=worker.batches):
 
 
 def layers_of_towers_and_decoders(model):
-    """Return the layers of all stacks; FSDP2 makes a unit of each."""
-    stacks = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
-    return [layer for stack in stacks for layer in stack]
+    """Return the layers of all stacks; FSDP2 makes a unit of each. Lists inside layers, as T5 has
+    them, are no stacks."""
+    layers = []
+    for stack in model.modules():
+        if isinstance(stack, torch.nn.ModuleList):
+            inside = any(stack is module for layer in layers for module in layer.modules())
+            layers += [] if inside else stack
+    return layers
 
 
 MODEL_BUILDERS = {

@@ -330,8 +330,9 @@ def test_trainers(objective, tmp_path):
     for name, weight in runs["streamed"]["weights"].items():
         assert torch.equal(weight, runs["streamed from streamed"]["weights"][name]), name
     for mine, theirs in zip(runs["streamed"]["logged"], runs["stock"]["logged"], strict=True):
-        assert mine.keys() == theirs.keys()
-        assert mine == pytest.approx(theirs, rel=1e-5)
+        values = {name: value for name, value in mine.items() if not name.startswith("stream_")}
+        assert values.keys() == theirs.keys()
+        assert values == pytest.approx(theirs, rel=1e-5)
 
 
 @pytest.mark.full
