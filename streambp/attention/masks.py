@@ -102,9 +102,9 @@ class LazyMask:
 
     @property
     def has_empty_window(self) -> bool:
-        """True if a query reads no key, because the query's sliding window, or all keys that a
-        decoder's query may read, are padding. False for a mask without data. The result is cached,
-        because all layers share the mask and the scan costs T^2 mask elements."""
+        """True if a query reads no key, because all keys in the query's sliding window are padding.
+        False for a mask without data. The result is cached, because all layers share the mask. The
+        scan costs T^2 mask elements."""
         if self._has_empty_window is None:
             self._has_empty_window = self._find_empty_window()
         return self._has_empty_window
@@ -145,9 +145,9 @@ class LazyMask:
         return self._keys_read
 
     def repeat(self, *sizes: int) -> Tensor:
-        """Return the mask of cross-attention [B, 1, 1, S], bool, True for keys that are read,
-        repeated as by torch's `repeat`. The pooling head of SigLIP 2 passes its mask to torch's own
-        attention.
+        """Return the mask of cross-attention as a tensor [B, 1, 1, S] in bool, repeated like a
+        tensor by torch's `repeat`. True means that a key is read. The pooling head of SigLIP 2
+        calls this method, because the head uses torch's own attention.
 
         Raises:
             UnsupportedMaskError: the mask is not the same for all queries.

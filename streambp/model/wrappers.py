@@ -589,8 +589,11 @@ class BackboneForward(InstanceForward):
         that it is an encoder."""
         if getattr(self.module.config, "is_decoder", False):
             return False
-        codes = (getattr(f, "__code__", None) for f in wrapped_functions(type(self.module).forward))
-        return any(code is not None and "is_decoder" in code.co_names for code in codes)
+        for function in wrapped_functions(type(self.module).forward):
+            code = getattr(function, "__code__", None)
+            if code is not None and "is_decoder" in code.co_names:
+                return True
+        return False
 
     @functools.cached_property
     def _has_outer_defaults(self) -> bool:

@@ -295,7 +295,7 @@ class ShardedCall(LayerCall):
         is_cached = key in self.layer_state.tests.unread_in_halves
         if linears and not is_cached and not torch.is_inference_mode_enabled():
             parameters = Parameters(self.layer_state.layer, self.device)
-            # Not the hooks of a checkpoint around the model: it would store the trial's tensors.
+            # The hooks of a checkpoint around the model would store the trial's tensors.
             without_outer_hooks = torch.autograd.graph.saved_tensors_hooks(
                 Tensor.detach, Tensor.detach
             )
