@@ -27,7 +27,7 @@ import streambp
 from streambp.attention import attend
 from streambp.device import allocator_bytes, allocator_count, is_accelerator
 from streambp.head import blocks
-from streambp.layer import gradients
+from streambp.layer import function
 from streambp.planner.count import LiveBytes
 
 GIB = 2**30
@@ -43,7 +43,7 @@ SHOWN = 3  # of a list of parameters
 BUFFERS = "gradient buffers"
 # Functions that are called where something of ours happens, and what that is.
 OURS = (
-    (gradients, "tag_reusable", BUFFERS),
+    (function, "tag_reusable", BUFFERS),
     (blocks, "fold_rows", "head statistics"),
     (blocks, "write_gradient", "head gradient"),
     (attend, "merge_in_triton", "merge"),

@@ -753,7 +753,7 @@ class InterfaceAttention(NoAttention):
             args: the layer's positional arguments.
             kwargs: the layer's keyword arguments.
         """
-        masks = encoder_masks({**dict(enumerate(args)), **kwargs}, configs, True)
+        masks = encoder_masks({**dict(enumerate(args)), **kwargs}, configs, has_own_mask=True)
         kwargs = {**kwargs, **{name: masks[name] for name in kwargs.keys() & masks.keys()}}
         return route_attention(configs), tuple(map(masks.get, range(len(args)), args)), kwargs
 

@@ -102,9 +102,9 @@ class LazyMask:
 
     @property
     def has_empty_window(self) -> bool:
-        """True if a query reads no key, because all keys in the query's sliding window are padding.
-        False for a mask without data. The result is cached, because all layers share the mask. The
-        scan costs T^2 mask elements."""
+        """True if a query reads no key, because the mask lets the query read padding alone, for
+        example in a sliding window. False for a mask without data. The result is cached, because
+        all layers share the mask. The scan costs T^2 mask elements."""
         if self._has_empty_window is None:
             self._has_empty_window = self._find_empty_window()
         return self._has_empty_window

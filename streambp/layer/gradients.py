@@ -325,7 +325,7 @@ def walk_graph(outputs: Iterable[Tensor]) -> tuple[list[Any], list[Any]]:
             if predecessor in visited:
                 continue
             visited.add(predecessor)
-            # Nodes of leaves have no predecessors: this runs for each layer and step.
+            # A leaf's node has no predecessors. Each step walks the graph of each layer.
             if type(predecessor) is LEAF_NODE_TYPE:
                 leaf_nodes.append(predecessor)
             else:
@@ -342,7 +342,8 @@ def find_other_leaf(outputs: Iterable[Tensor], differentiated: Iterable[Tensor])
         differentiated: the leaves whose gradients are computed.
     """
     leaf_ids = {id(tensor) for tensor in differentiated}
-    for node in walk_graph(outputs)[1]:
+    _, leaf_nodes = walk_graph(outputs)
+    for node in leaf_nodes:
         if id(node.variable) not in leaf_ids:
             leaf: Tensor = node.variable
             return leaf

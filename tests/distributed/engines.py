@@ -52,7 +52,7 @@ def model_for(case, seed=0):
     else:
         model = build(name, seed=seed, **{"num_hidden_layers": 2, **changes})
     if case.get("nf4"):
-        quantize_linears(model, decoded=case["nf4"] == "decoded")
+        quantize_linears(model, case["nf4"], case.get("decoded", False))
     if case.get("frozen"):
         model.get_input_embeddings().requires_grad_(False)
     if case.get("lora"):
@@ -82,12 +82,12 @@ def model_for(case, seed=0):
     return model
 
 
-def quantize_linears(model, decoded):
-    """Linears of layers in 4 bits, stored in a dtype that FSDP2 can shard, as
-    `bnb_4bit_quant_storage` asks for. If `decoded`: plain Linears with the same values."""
+def quantize_linears(model, storage, decoded):
+    """Linears of layers in 4 bits, whose bytes are stored as numbers of the dtype `storage`. If
+    `decoded`: plain Linears with the same values."""
     import bitsandbytes
 
-    few_bits = {"quant_type": "nf4", "quant_storage": torch.float32}
+    few_bits = {"quant_type": "nf4", "quant_storage": getattr(torch, storage)}
     for layer in decoder_layers(model):
         for module in list(layer.modules()):
             for name, old in list(module.named_children()):
@@ -215,8 +215,7 @@ class SingleProcess:
 
 class InFloat64(SingleProcess):
     def make_model(self, seed):
-        decoded = {"nf4": "decoded"} if self.case.get("nf4") else {}
-        model = model_for({**self.case, **decoded, "packed": False}, seed).double()
+        model = model_for({**self.case, "decoded": True, "packed": False}, seed).double()
         if self.case.get("packed"):  # decoded weights have the dtype that was packed
             pack_experts(model)
         return model

@@ -370,10 +370,12 @@ def test_mixtures_in_few_bits(engine, name):
 @pytest.mark.full
 @pytest.mark.parametrize("engine", ENGINES)
 def test_linears_in_4_bits(engine):
-    """FSDP2 shards their bytes; in each forward bitsandbytes then wraps the gathered weight."""
+    """FSDP2 shards their bytes; in each forward bitsandbytes then wraps the gathered weight. The
+    dtypes are values of `bnb_4bit_quant_storage`."""
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
     setting = {"stage": 3, "zero": NOTHING_CACHED} if engine == "deepspeed" else {}
-    check(engine, [{**setting, "lora": True, "nf4": True, "steps": 2}])
+    cases = [{**setting, "lora": True, "nf4": dtype, "steps": 2} for dtype in ("float32", "uint8")]
+    check(engine, cases)
 
 
 @pytest.mark.full

@@ -43,13 +43,15 @@ CLASSES = 4  # of tokens, which go to the same experts
 LENGTH = 125
 MODELS_OF_AN_ERROR = {"gpt_oss": 16}  # its ratios scatter by a fifth; 8 of other families
 LINEARS_IN_FEW_BITS = ("4-bit Linears", "int8", "4-bit Linears and experts")
+# Float8 Linears cast in each call: tests/layer/test_float8_linears.py. Linears in few bits are alike
+# in all mixtures.
 KINDS = tuple(
     (family, base, adapters)
-    for family, base, adapters in itertools.product(FAMILIES, BASES, ADAPTERS)
-    if base != "float8"  # casts each call: tests/layer/test_float8_linears.py
-    and (family in MIXTURES or not (BASES[base].packed or adapters in ("experts", "both")))
-    # Their Linears are alike in all mixtures.
-    and (base not in LINEARS_IN_FEW_BITS or family in ("qwen3_moe", "qwen3"))
+    for family, base, adapters in (
+        *itertools.product(FAMILIES, ("plain", "4-bit experts"), ADAPTERS),
+        *itertools.product(("qwen3_moe", "qwen3"), LINEARS_IN_FEW_BITS, ADAPTERS),
+    )
+    if family in MIXTURES or not (BASES[base].packed or adapters in ("experts", "both"))
 )
 
 
