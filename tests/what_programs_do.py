@@ -803,6 +803,27 @@ def _(t: Trial) -> None:
     t.step()
 
 
+class DroppingRows(nn.Module):
+    """Stochastic depth, by one of torch's random numbers for each row."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.inner(x)
+        return y * (torch.rand(x.shape[0], 1, 1) < 0.5) if self.training else y
+
+
+@program(BEFORE_PATCH, "has a module that draws one of torch's random numbers for each row")
+def _(t: Trial) -> None:
+    seed_torch(4)
+    t.layer.mlp = DroppingRows(t.layer.mlp)
+    t.patch()
+    for _ in range(4):
+        t.step()
+
+
 class Centred(nn.Module):
     """Takes the mean over all tokens off."""
 

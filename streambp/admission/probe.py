@@ -46,6 +46,7 @@ from streambp.admission.own_run import (
     run_unpatched,
     small_parameters,
 )
+from streambp.admission.random_draws import REASON_DRAWS_FOR_ROWS, DrawCounter
 from streambp.admission.rehearsal import (
     TRIAL_CHUNK_SIZE,
     causal_prefix,
@@ -66,7 +67,13 @@ from streambp.admission.third_party import (
 from streambp.attention.prefix import Prefix, Stage
 from streambp.attention.spans import QueryRun, Spans
 from streambp.chunks import Chunk, ChunkPlan
-from streambp.device import has_data, is_kernel_error, is_out_of_memory, passes_kernel_module
+from streambp.device import (
+    RandomState,
+    has_data,
+    is_kernel_error,
+    is_out_of_memory,
+    passes_kernel_module,
+)
 from streambp.errors import AttentionChoiceError, KernelError, StreamBPError
 from streambp.known_names import BACKWARD_HOOKS
 from streambp.layer.call import LayerCall
@@ -291,12 +298,15 @@ def _compare_chunks(
     chunk_size = min(TRIAL_CHUNK_SIZE, -(-x.shape[-2] // 2))
     generators = generators_of(call.layer_state, call.snapshot)
     states = generator_states(generators)
+    random = RandomState.capture(call.device)
     with watched_hooks(call.layer_state.layer, BACKWARD_HOOKS) as editing:
         reason = _try_isolated_chunks(call, x, upstream, chunk_size)
         if has_drawn(generators, states):
             return ProbeResult(REASON_RANDOM_NUMBERS)
         if reason is not None and not editing:
             return ProbeResult(reason)
+        if not random.is_current() and _draws_for_rows(call, x, upstream, chunk_size, state):
+            return ProbeResult(REASON_DRAWS_FOR_ROWS)
         if reason is None and (names := find_values_set_once(call, x, state)):
             return ProbeResult(REASON_FIRST_CALL.format(", ".join(names)), may_change=True)
         with set_eval_mode(call), randomize_zero_weights(call) as shadows:
@@ -306,6 +316,29 @@ def _compare_chunks(
         if editing
         else outcome
     )
+
+
+def _draws_for_rows(
+    call: LayerCall, x: Tensor, upstream: Tensor, chunk_size: int, state: StateRestorer
+) -> bool:
+    """True if chunks draw another number of random numbers than all tokens at once, in the layer's
+    own mode.
+
+    Args:
+        call: the layer's call on one batch, with its arguments and chunks.
+        x: random hidden_states, [..., B, t, h].
+        upstream: random gradient of the layer's output, shaped like x.
+        chunk_size: length of a chunk.
+        state: restores the values that the layer and its code stored before the test.
+    """
+    state.rewind()
+    with DrawCounter() as unchunked:
+        _run(call, x, upstream)
+    state.rewind()
+    with DrawCounter() as chunked:
+        _run(call, x, upstream, chunk_size)
+    state.rewind()
+    return unchunked.numbers != chunked.numbers
 
 
 def _result_of_error(
