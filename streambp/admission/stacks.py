@@ -35,6 +35,7 @@ from streambp.known_names import (
     ATTENTION,
     ATTENTION_TABLE,
     BIAS_TABLE,
+    BIDIRECTIONAL_MASKS,
     COMPILED_MODULE_ATTRIBUTE,
     FSDP1,
     INDEX_HEADS,
@@ -141,8 +142,15 @@ def find_stacks(model: nn.Module, towers: bool = False) -> ModelStacks:
     if direct_stacks:
         inner_ids = {id(inner) for _, layers in lists for inner in layers.modules()}
         for module, layers in _deeper_stacks(models, inner_ids):
-            if _reads_ahead(layers) and _why_not(module, layers) is None:
+            if _why_not(module, layers) is not None:
+                continue
+            if _reads_ahead(layers):
                 bidirectional.append(Stack(module, layers))
+            else:
+                reasons.append(
+                    f"{type(module).__name__}: its layers lie deeper in the model than those of "
+                    f"{type(direct_stacks[0][0]).__name__}"
+                )
     chosen, why_not_chosen = _choose_bidirectional(bidirectional, bool(stacks), towers)
     stacks += chosen
     reasons += why_not_chosen
@@ -425,7 +433,7 @@ def _why_not(backbone: PreTrainedModel, layers: tuple[nn.Module, ...]) -> str | 
                 "only where it keeps no keys and values, and streambp turns use_cache off"
             )
     by_itself = all(map(attends_ahead_by_itself, layers))
-    if not (ahead or by_itself) and (reason := _why_config_differs(backbone)) is not None:
+    if not (ahead or by_itself) and (reason := _why_config_differs(backbone, layers)) is not None:
         return reason
     for layer in layers:
         if isinstance(layer, GradientCheckpointingLayer) != isinstance(
@@ -479,41 +487,61 @@ def _why_not(backbone: PreTrainedModel, layers: tuple[nn.Module, ...]) -> str | 
     return None
 
 
-def _why_config_differs(backbone: PreTrainedModel) -> str | None:
-    """Return the reason, as text for `streambp.describe`, not to chunk a stack with causal
-    attention modules: its config says that its attention is bidirectional. None if the config does
-    not say so."""
+def _why_config_differs(backbone: PreTrainedModel, layers: tuple[nn.Module, ...]) -> str | None:
+    """Return the reason, as text for `streambp.describe`, not to chunk a stack whose attention
+    modules look causal. None if neither the config nor the model's mask is bidirectional."""
     if getattr(backbone.config, "is_causal", True) is False:
         return (
             "its config is bidirectional (is_causal=False), and its attention modules are causal; "
             "set is_causal=False on them, too"
         )
-    if getattr(backbone.config, "is_decoder", True) is False:
-        # A model whose mask is causal in a decoder and bidirectional in an encoder, which it is
-        # here.
-        functions = (
-            inspect.unwrap(value)
-            for value in vars(type(backbone)).values()
-            if inspect.isfunction(value)
+    # A model whose mask is causal in a decoder and bidirectional in an encoder, which it is here.
+    is_encoder = getattr(backbone.config, "is_decoder", True) is False
+    if is_encoder and {"is_decoder", *MASK_MAKERS} <= _names_in_methods(backbone):
+        return (
+            "its attention is bidirectional, a chunk would read what later chunks hold; it is "
+            "causal with config.is_decoder=True, which is False here"
         )
-        codes = (
-            function.__code__
-            for function in (written_forward(backbone), *functions)
-            if hasattr(function, "__code__")
-        )
-        if {"is_decoder", *MASK_MAKERS} <= {name for code in codes for name in code.co_names}:
-            return (
-                "its attention is bidirectional, a chunk would read what later chunks hold; it is "
-                "causal with config.is_decoder=True, which is False here"
-            )
-    return None
+    return _why_mask_differs(backbone, layers)
+
+
+def _why_mask_differs(backbone: PreTrainedModel, layers: tuple[nn.Module, ...]) -> str | None:
+    """Return the reason, as text for `streambp.describe`, not to chunk a stack whose model makes a
+    bidirectional mask. None if an attention module has the attribute `is_causal`, or if the model
+    makes a causal mask."""
+    # Splinter's and LayoutLM's attention modules lack the attribute.
+    for layer in layers:
+        if any(hasattr(attention, "is_causal") for attention in _attentions(layer)):
+            return None
+    names = _names_in_methods(backbone)
+    if any("causal" in name for name in names) or names.isdisjoint(BIDIRECTIONAL_MASKS):
+        return None
+    return (
+        f"{type(backbone).__name__} makes a bidirectional mask, a chunk would read what later "
+        "chunks hold; its attention modules have no attribute is_causal, by which streambp finds "
+        "bidirectional layers"
+    )
+
+
+def _names_in_methods(module: nn.Module) -> set[str]:
+    """Return the names of functions, attributes and variables in the methods of a module's class,
+    without those that the class inherits."""
+    functions = [written_forward(module)]
+    for value in vars(type(module)).values():
+        if inspect.isfunction(value):
+            functions.append(inspect.unwrap(value))
+    names: set[str] = set()
+    for function in functions:
+        if hasattr(function, "__code__"):
+            names.update(function.__code__.co_names, function.__code__.co_varnames)
+    return names
 
 
 def is_bidirectional(layer: nn.Module) -> bool:
     """True if all attention modules of the layer are bidirectional (is_causal=False).
 
-    A bidirectional module beside a causal one is cross-attention to an encoder's output. Without an
-    encoder (as in BartForCausalLM) cross-attention reads nothing, which the layer's test run shows.
+    A bidirectional module beside a causal one is cross-attention to an encoder's output. In
+    BartForCausalLM, which has no encoder, it reads nothing, as the layer's test run shows.
     """
     attentions = _attentions(layer)
     return bool(attentions) and all(
