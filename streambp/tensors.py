@@ -6,6 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import itertools
+import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
@@ -153,6 +154,29 @@ def rebuild(value: Any, change: Callable[[Any], Any]) -> Any:
             copied[key] = rebuild(part, change)
         return copied
     return value
+
+
+def restoring_iterator(entries: Iterable[tuple[dict[str, Any], str]]) -> Iterator[Any]:
+    """Return an iterator that gives entries of dictionaries their present values again, in reverse
+    order, or removes entries that are absent now.
+
+    `deque(iterator, maxlen=0)` consumes the iterator in one call in C. An interrupt (Ctrl-C) comes
+    before or after such a call, never within the call, so that no entry is left out.
+
+    Args:
+        entries: pairs of a dictionary and a key, such as `vars(module)` and "forward".
+    """
+    present: list[tuple[dict[str, Any], str, Any]] = []
+    absent: list[tuple[dict[str, Any], str, None]] = []
+    for table, key in entries:
+        if key in table:
+            present.append((table, key, table[key]))
+        else:
+            absent.append((table, key, None))
+    return itertools.chain(
+        itertools.starmap(operator.setitem, reversed(present)),
+        itertools.starmap(dict.pop, absent),
+    )
 
 
 @contextlib.contextmanager

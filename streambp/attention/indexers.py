@@ -12,6 +12,7 @@ no picks.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import inspect
@@ -26,7 +27,7 @@ from streambp.attention.prefix import ChunkAttention, PrefixChunkAttention, Stag
 from streambp.cache import ChunkCache
 from streambp.cache_arguments import cache_parameters
 from streambp.known_names import INDEX_HEADS, INDEXER
-from streambp.tensors import rebuild
+from streambp.tensors import rebuild, restoring_iterator
 
 # bytes of an indexer's scores in all of its heads; its operators hold a few copies
 MAX_SCORE_BYTES = 2**28
@@ -49,19 +50,15 @@ def pick_keys(indexers: Sequence[nn.Module], chunk_attention: ChunkAttention) ->
             picks (`picks`), and receives the picks of this chunk (`chunk_picks`).
     """
     assert isinstance(chunk_attention, PrefixChunkAttention)
-    instance_forwards = [(indexer, indexer.__dict__.get("forward")) for indexer in indexers]
-    for number, indexer in enumerate(indexers):
-        indexer.forward = functools.partial(
-            _pick, indexer, indexer.forward, number, chunk_attention
-        )  # type: ignore[method-assign]
+    restore = restoring_iterator([(vars(indexer), "forward") for indexer in indexers])
     try:
+        for number, indexer in enumerate(indexers):
+            indexer.forward = functools.partial(
+                _pick, indexer, indexer.forward, number, chunk_attention
+            )  # type: ignore[method-assign]
         yield
     finally:
-        for indexer, forward in instance_forwards:
-            if forward is None:
-                indexer.__dict__.pop("forward", None)
-            else:
-                indexer.forward = forward  # type: ignore[method-assign]
+        collections.deque(restore, maxlen=0)  # one call in C, which Ctrl-C cannot end half-way
 
 
 def _pick(

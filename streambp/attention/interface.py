@@ -442,20 +442,27 @@ def route_attention(configs: list[PreTrainedConfig]) -> Iterator[None]:
     routed_ids = THREAD_ROUTED_NAMES.get()
     holder = object()
     entered: list[tuple[PreTrainedConfig, RoutedImplementation]] = []
+
+    def end() -> None:
+        if entered:
+            THREAD_ROUTED_NAMES.set(routed_ids)
+        for config, name in entered:
+            with ROUTING_LOCK:
+                name.holders.discard(holder)
+                if not name.holders and _get_attribute(config, "__dict__")[IMPLEMENTATION] is name:
+                    _get_attribute(config, "__dict__")[IMPLEMENTATION] = name.original
+
     try:
         for config in configs:
-            name: str | None = _get_attribute(config, "__dict__")[IMPLEMENTATION]
+            name: Any = _get_attribute(config, "__dict__")[IMPLEMENTATION]
             if id(name) in THREAD_ROUTED_NAMES.get():
                 continue
             AttentionInterface.register(IMPLEMENTATION_NAME, stream_attention)
             AttentionMaskInterface.register(IMPLEMENTATION_NAME, stream_mask)
             with ROUTING_LOCK:
                 name = _get_attribute(config, "__dict__")[IMPLEMENTATION]
-                if (
-                    not isinstance(name, RoutedImplementation)
-                    or not name.holders
-                    or name.config != id(config)
-                ):
+                is_ours = isinstance(name, RoutedImplementation) and name.config == id(config)
+                if not is_ours or not name.holders:
                     original = own_implementation(config)
                     name = RoutedImplementation(IMPLEMENTATION_NAME)
                     name.original = original
@@ -467,17 +474,11 @@ def route_attention(configs: list[PreTrainedConfig]) -> Iterator[None]:
             THREAD_ROUTED_NAMES.set({**THREAD_ROUTED_NAMES.get(), id(name): name})
         yield
     finally:
-        if entered:
-            THREAD_ROUTED_NAMES.set(routed_ids)
-        for config, name in entered:
-            _end_routing(config, name, holder)
-
-
-def _end_routing(config: PreTrainedConfig, name: RoutedImplementation, holder: object) -> None:
-    with ROUTING_LOCK:
-        name.holders.discard(holder)
-        if not name.holders and _get_attribute(config, "__dict__")[IMPLEMENTATION] is name:
-            _get_attribute(config, "__dict__")[IMPLEMENTATION] = name.original
+        try:
+            end()
+        except KeyboardInterrupt:
+            end()
+            raise
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ entries of its output are the mask, and its scale is multiplied into the factors
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -681,9 +682,16 @@ def fuse_adapters(
             at the end of the context.
     """
     factors = {} if factors is None else factors
-    changed_modules: list[dict[str, Any]] = []
-    changed_experts: list[dict[str, Any]] = []
+    adaptations: list[Adaptation] = []
+    changed_tables: list[dict[str, Any]] = []
     groups: dict[tuple[str, int], Siblings] = {}
+    # reads `changed_tables` when consumed
+    restore = itertools.chain(
+        map(dict.pop, changed_tables, itertools.repeat(FORWARD), itertools.repeat(None)),
+        map(
+            dict.pop, changed_tables, itertools.repeat(ADAPTATION_ATTRIBUTE), itertools.repeat(None)
+        ),
+    )
     try:
         for name, lora_module in lora_modules.items() if not has_global_hooks() else ():
             attributes = vars(lora_module.module)
@@ -691,14 +699,15 @@ def fuse_adapters(
                 continue
             if isinstance(lora_module, LoraParameter):
                 if FORWARD not in attributes:  # a context outside of this one has replaced it
-                    changed_experts.append(attributes)
+                    changed_tables.append(attributes)
                     attributes[FORWARD] = FactoredExperts(
                         lora_module, type(lora_module.module).forward
                     )
                 continue
             cache = factors.setdefault(name, {})
             adaptation = Adaptation(lora_module, type(lora_module.module).forward, cache)
-            changed_modules.append(attributes)
+            adaptations.append(adaptation)
+            changed_tables.append(attributes)
             attributes[FORWARD] = attributes[ADAPTATION_ATTRIBUTE] = adaptation
             parent, _, last = name.rpartition(".")
             number = SHARED_INPUT_LINEARS.get(last)
@@ -709,12 +718,10 @@ def fuse_adapters(
                 member.siblings = siblings
         yield
     finally:
+        collections.deque(restore, maxlen=0)  # one call in C, which Ctrl-C cannot end half-way
         # in a reference cycle, factors and the last input would stay until a garbage collection
-        for attributes in changed_modules:
-            del attributes[FORWARD]
-            attributes.pop(ADAPTATION_ATTRIBUTE).factors = {}
-        for attributes in changed_experts:
-            del attributes[FORWARD]
+        for adaptation in adaptations:
+            adaptation.factors = {}
         for siblings in groups.values():
             siblings.members.clear()
             siblings.record = siblings.joined = None

@@ -16,8 +16,10 @@ The same context manager, `decode_once`, serves Linears that train in float8
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
+import itertools
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -31,6 +33,7 @@ from streambp.errors import UnsupportedModelError
 from streambp.known_names import MXFP4_EXPERTS, PACKED_PARAMETERS, QUANT_STATE
 from streambp.layer.float8_linears import CastOnce, float8_linears
 from streambp.offload.decoded_weights import FORWARD, CountedPackedWeight
+from streambp.tensors import restoring_iterator
 
 
 @dataclasses.dataclass(eq=False)
@@ -120,17 +123,15 @@ class PackedWeight:
         context. Torch's cache has one key for a module and its copies, so the experts could read a
         cached weight instead of `value`."""
         attributes = vars(self.weights)
-        previous = attributes.get(FORWARD)
+        restore = restoring_iterator([(attributes, FORWARD)])
         earlier = parametrize._cache
-        attributes[FORWARD] = lambda: value
-        parametrize._cache = {}
         try:
+            attributes[FORWARD] = lambda: value
+            parametrize._cache = {}
             yield
         finally:
+            collections.deque(restore, maxlen=0)
             parametrize._cache = earlier if parametrize._cache_enabled else {}
-            del attributes[FORWARD]
-            if previous is not None:
-                attributes[FORWARD] = previous
 
 
 def packed_weight(module: nn.Module, name: str) -> PackedWeight | None:
@@ -178,14 +179,18 @@ def decode_once(replacements: Sequence[DecodedOnce | CastOnce]) -> Iterator[None
         replacements: the replacements of the modules' forwards, from `replaced_forwards`.
     """
     entered = []
+    changed_tables: list[dict[str, Any]] = []
+    # reads `changed_tables` when consumed
+    restore = map(dict.pop, changed_tables, itertools.repeat(FORWARD), itertools.repeat(None))
     try:
         for replacement in replacements:
             attributes = vars(replacement.module)
             if FORWARD not in attributes:  # a context outside of this one has replaced it
                 entered.append(replacement)
+                changed_tables.append(attributes)
                 attributes[FORWARD] = replacement
         yield
     finally:
+        collections.deque(restore, maxlen=0)  # one call in C, which Ctrl-C cannot end half-way
         for replacement in entered:
-            vars(replacement.module).pop(FORWARD, None)
             replacement.clear()

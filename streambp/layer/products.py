@@ -9,11 +9,14 @@ NaN, so that a wrong trace is noticed. A trace's result is tested before use (`t
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import fnmatch
 import functools
-from collections.abc import Callable, Iterable
+import itertools
+import operator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeGuard
 
 import torch
@@ -27,6 +30,7 @@ from streambp.distributed.engines import drops_masks
 from streambp.foreign import compiled_submodules
 from streambp.known_names import GLOBAL_HOOKS, LORA_FACTORS, MODULE_HOOKS, MODULE_TABLES
 from streambp.layer.witness import Witness, rows_of
+from streambp.offload.decoded_weights import FORWARD
 from streambp.tensors import strip_view
 
 PARAMETERS_ATTRIBUTE = MODULE_TABLES[0]
@@ -167,29 +171,30 @@ WeightCast = Callable[[torch.dtype], Tensor]
 TensorCallback = Callable[[str, Tensor], None]
 
 
-@dataclasses.dataclass(eq=False)
-class SwappedForwards:
+@contextlib.contextmanager
+def swap_forwards(forwards: dict[nn.Linear, Callable[[Tensor], Tensor]]) -> Iterator[None]:
     """Context manager that replaces the `forward` of Linears, and restores it at the end. The
     functions are set on the instances.
 
-    Attributes:
-        forwards: dict from a Linear to the function that replaces its forward.
+    Args:
+        forwards: dict from a Linear to the function that replaces its forward. The function gets x
+            [..., in] and returns the output [..., out].
     """
-
-    forwards: dict[nn.Linear, Callable[[Tensor], Tensor]]
-
-    def __enter__(self) -> None:
-        self.previous_forwards: list[tuple[dict[str, Any], Any]] = []
-        for module, forward in self.forwards.items():
-            attributes = module.__dict__
-            self.previous_forwards.append((attributes, attributes.get("forward")))
-            attributes["forward"] = forward
-
-    def __exit__(self, *_: object) -> None:
-        for attributes, forward in self.previous_forwards:
-            attributes.pop("forward", None)
-            if forward is not None:
-                attributes["forward"] = forward
+    changed_tables = list(map(vars, forwards))
+    earlier = []
+    for attributes in changed_tables:
+        if FORWARD in attributes:
+            earlier.append((attributes, FORWARD, attributes[FORWARD]))
+    restore = itertools.chain(
+        map(dict.pop, changed_tables, itertools.repeat(FORWARD), itertools.repeat(None)),
+        itertools.starmap(operator.setitem, earlier),
+    )
+    try:
+        for module, forward in forwards.items():
+            vars(module)[FORWARD] = forward
+        yield
+    finally:
+        collections.deque(restore, maxlen=0)  # one call in C, which Ctrl-C cannot end half-way
 
 
 def sum_weight_gradients(
@@ -224,7 +229,7 @@ def sum_weight_gradients(
             forwards[module] = _summing_forward(
                 module, UNREAD_OUTPUT if name in unread else None, add, cast, sees, name
             )
-    return SwappedForwards(forwards)
+    return swap_forwards(forwards)
 
 
 def weights_of(module: nn.Linear) -> tuple[Tensor, Tensor | None]:
@@ -294,7 +299,7 @@ def skip_outputs(
         names: names of the Linears to skip; names that are not in `linears` are ignored.
     """
     skipped = [linears[name] for name in names if name in linears]
-    return SwappedForwards(
+    return swap_forwards(
         {
             module: functools.partial(_product, module, UNREAD_OUTPUT, None, None)
             for module in skipped
@@ -314,7 +319,7 @@ def compute_outputs(
         names: names of these Linears; names that are not in `linears` are ignored.
     """
     modules = [linears[name] for name in names if name in linears]
-    return SwappedForwards(
+    return swap_forwards(
         {module: functools.partial(_product, module, None, None, None) for module in modules}
     )
 
@@ -351,7 +356,7 @@ def tap_linears(
             forwards[module] = functools.partial(
                 _tap_linear, name, module, sink, see, source, add, cast
             )
-    return SwappedForwards(forwards)
+    return swap_forwards(forwards)
 
 
 def _tap_linear(

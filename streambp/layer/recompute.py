@@ -20,8 +20,11 @@ quantized ones have attributes that a detached alias would lose.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
+import itertools
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -33,6 +36,7 @@ from torch.nn.utils import parametrize
 from streambp.errors import BackwardError, UnsupportedModelError
 from streambp.fingerprint.snapshots import GET_VERSION, LayerSnapshot
 from streambp.known_names import CHECKPOINTING_ATTRIBUTES
+from streambp.tensors import restoring_iterator
 
 NULL_CONTEXT: contextlib.AbstractContextManager[None] = contextlib.nullcontext()  # reusable
 
@@ -121,10 +125,10 @@ def disable_checkpointing(modules: list[nn.Module]) -> Iterator[None]:
         modules: the layer's modules that have a `gradient_checkpointing` flag. Flags that are True
             are False during the context.
     """
-    flagged, cached = (
-        [module for module in modules if module.__dict__.get(CHECKPOINTING_ATTRIBUTES[0])],
-        parametrize._cache_enabled,
-    )
+    flag = CHECKPOINTING_ATTRIBUTES[0]
+    flagged = [module for module in modules if module.__dict__.get(flag)]
+    restore = restoring_iterator(zip(map(vars, flagged), itertools.repeat(flag)))
+    cached = parametrize._cache_enabled
     try:
         for module in flagged:
             module.gradient_checkpointing = False  # type: ignore[assignment]
@@ -134,8 +138,7 @@ def disable_checkpointing(modules: list[nn.Module]) -> Iterator[None]:
     finally:
         if cached:
             parametrize._cache_enabled = cached
-        for module in flagged:
-            module.gradient_checkpointing = True  # type: ignore[assignment]
+        collections.deque(restore, maxlen=0)  # one call in C, which Ctrl-C cannot end half-way
 
 
 ParameterSlot = tuple[nn.Module, str]  # a place that holds a parameter: `module._parameters[name]`
@@ -301,16 +304,18 @@ class Parameters:
         Args:
             replacements: the tensors, in the order of `current`.
         """
+        changes: list[tuple[dict[str, Any], str, Tensor]] = []
+        originals: list[tuple[dict[str, Any], str, Tensor]] = []
         triples = zip(self.groups, replacements, self.current(), strict=True)
-        entries: list[tuple[dict[str, Any], str, Tensor, Tensor]] = [
-            (owner._parameters, name, replacement, parameter)
-            for slots, replacement, parameter in triples
-            for owner, name in slots
-        ]
+        for slots, replacement, parameter in triples:
+            for owner, name in slots:
+                changes.append((owner._parameters, name, replacement))
+                originals.append((owner._parameters, name, parameter))
+        restore = itertools.starmap(operator.setitem, originals)
         try:
-            for table, name, replacement, _ in entries:
+            for table, name, replacement in changes:
                 table[name] = replacement
             yield replacements
         finally:
-            for table, name, _, parameter in entries:
-                table[name] = parameter
+            # One call in C, which Ctrl-C cannot end half-way: the model keeps its own parameters.
+            collections.deque(restore, maxlen=0)

@@ -10,11 +10,14 @@ would write once for each chunk, in tests and in recomputations, partly from ski
 
 from __future__ import annotations
 
+import collections
 import contextlib
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
+
+from streambp.tensors import restoring_iterator
 
 REASON_KEPT_GRAPH = (
     "its forward, or a hook inside it, leaves tensors behind with their graph (for an auxiliary "
@@ -43,19 +46,13 @@ def use_buffers(buffers: Buffers) -> Iterator[None]:
         buffers: the tensors by (module, buffer name).
     """
     # a forward that deletes a buffer has left none, where it is computed again
-    originals = {
-        (module, name): module._buffers[name] for module, name in buffers if name in module._buffers
-    }
+    restore = restoring_iterator([(module._buffers, name) for module, name in buffers])
     try:
         for (module, name), buffer in buffers.items():
             module._buffers[name] = buffer
         yield
     finally:
-        for module, name in buffers:
-            if (module, name) in originals:
-                module._buffers[name] = originals[module, name]
-            else:
-                module._buffers.pop(name, None)
+        collections.deque(restore, maxlen=0)  # one call in C, which Ctrl-C cannot end half-way
 
 
 def replace_buffers(buffers: Buffers) -> contextlib.AbstractContextManager[None]:

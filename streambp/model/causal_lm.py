@@ -477,16 +477,21 @@ class CausalLMForward(InstanceForward):
             if gathered
             else DeferredForward(projection, request)
         )
-        self.state.running.defer_norm = None if hidden_wanted or gathered else request
-        self.state.running.padding_unseen = functools.partial(
-            hides_padding, self.module, self.state, kwargs, handed_out=request.handed_out
-        )
-        head.install()
+        context = self.state.running
         try:
+            context.defer_norm = None if hidden_wanted or gathered else request
+            context.padding_unseen = functools.partial(
+                hides_padding, self.module, self.state, kwargs, handed_out=request.handed_out
+            )
+            head.install()
             return self.original(**kwargs)
         finally:
-            self.state.running.defer_norm = self.state.running.padding_unseen = None
-            head.remove()
+            context.defer_norm = context.padding_unseen = None
+            try:
+                head.remove()
+            except KeyboardInterrupt:
+                head.remove()
+                raise
 
     def _finish(self, output: Any) -> Any:
         """Return the output of the model's own forward without placeholder tensors (`LazyHidden`).

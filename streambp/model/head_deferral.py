@@ -13,6 +13,7 @@ because ZeRO-3 would then gather the weight for the entire step.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ from streambp.head.recipe import HeadRequest, LogitsExpression
 from streambp.instance_forward import InstanceForward, has_backward_hooks, is_fsdp_unit
 from streambp.known_names import ENGINE_PACKAGES, FORWARD_HOOKS
 from streambp.lazy.lazy_hidden import LazyHidden
+from streambp.tensors import restoring_iterator
 
 # allowed classes of torch; peft's wrappers contain the last
 DEFERRABLE_CLASSES = (nn.LayerNorm, nn.RMSNorm, nn.ModuleDict)
@@ -170,14 +172,12 @@ class HeldHead(nn.Module):
             result: Tensor = LendWeights.apply(loan, hidden_states, *weights)  # type: ignore[no-untyped-call]
             return result
 
-        instance_forward = head.__dict__.get("forward")
-        head.forward = forward
+        restore = restoring_iterator([(vars(head), "forward")])
         try:
+            head.forward = forward
             head_input = head(hidden_states)
         finally:
-            del head.__dict__["forward"]
-            if instance_forward is not None:
-                head.forward = instance_forward
+            collections.deque(restore, maxlen=0)  # one call in C, which Ctrl-C cannot end half-way
         hidden_states, weight, *bias = BorrowWeights.apply(loan, head_input)  # type: ignore[no-untyped-call]
         return LazyHidden.make(
             hidden_states,

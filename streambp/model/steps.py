@@ -293,6 +293,8 @@ class _BackwardEndCallback:
     warns with advice on memory, if memory ran out and the error itself has no advice.
     """
 
+    ended = True  # until __init__ has run, for __del__
+
     def __init__(self, steps: Steps, step: Step) -> None:
         self.steps = steps
         self.step = step
@@ -303,11 +305,11 @@ class _BackwardEndCallback:
         self.steps.settle()
 
     def __del__(self) -> None:
+        if self.ended:
+            return
         layer_states = self.steps.layer_states
         step = self.step
-        if self.ended or any(
-            layer_state.last_call.error_has_advice for layer_state in layer_states
-        ):
+        if any(layer_state.last_call.error_has_advice for layer_state in layer_states):
             return
         if any(allocator_count(device, "num_ooms") > count for device, count in step.ooms.items()):
             plan = max((r.plan for r in step.reports if r.plan is not None), key=len, default=None)

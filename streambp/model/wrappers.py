@@ -360,13 +360,27 @@ class BackboneForward(InstanceForward):
                 self._note(_tokens_of_call(tokens, output))
                 return with_absent_cache(output) if cacheless else output
             finally:
-                context.asked_cache = False
-                if state.saves_policy is not None:
-                    state.saves_policy.end_forward()
-                context.bypass, context.shards, context.packed_rows = previous
-                if context.deferring is not None:
-                    context.deferring.remove()
-                    context.deferring = None
+                try:
+                    self._end_call(previous)
+                except KeyboardInterrupt:
+                    self._end_call(previous)
+                    raise
+
+    def _end_call(self, previous: tuple[Any, Any, Any]) -> None:
+        """Restore what a call has set in the patch's state. The caller calls this method again
+        after an interrupt (Ctrl-C) within it.
+
+        Args:
+            previous: `bypass`, `shards` and `packed_rows` as they were before the call.
+        """
+        context = self.state.running
+        context.asked_cache = False
+        context.bypass, context.shards, context.packed_rows = previous
+        if context.deferring is not None:
+            context.deferring.remove()
+            context.deferring = None
+        if self.state.saves_policy is not None:
+            self.state.saves_policy.end_forward()
 
     def _note(self, tokens: Any) -> None:
         """Record, for `describe`, a call that was computed chunk by chunk. Warn, once each, if the

@@ -27,10 +27,13 @@ Two waits in addition to the waits of `engines.py`, with its queues:
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
+import operator
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -248,7 +251,13 @@ class HostWeights:
             self._next[self._last_access] = access
         self._last_access = access
         cached = torch.is_autocast_cache_enabled()
-        linears = list[nn.Module]()
+        changed_tables: list[dict[str, Any]] = []
+        tensors = map(operator.attrgetter("tensor"), weights.slices)
+        homes = map(operator.attrgetter("home"), weights.slices)
+        restore = itertools.chain(
+            map(setattr, tensors, itertools.repeat("data"), homes),
+            map(dict.pop, changed_tables, itertools.repeat(FORWARD), itertools.repeat(None)),
+        )
         try:
             for weight_slice in weights.slices:
                 weight_slice.tensor.data = weight_slice.view_in(slot.memory)
@@ -258,16 +267,13 @@ class HostWeights:
             if following is not None and following[1] != index:
                 self._loaded(following[1], following[0])
             if decodes:  # once for each pass; a Linear's own forward decodes for each chunk
-                linears = self.ranges.layer_states[index].cached_result(packed_linears)
-            for linear in linears:
-                vars(linear)[FORWARD] = DecodedLinear(linear)
+                for linear in self.ranges.layer_states[index].cached_result(packed_linears):
+                    changed_tables.append(vars(linear))
+                    vars(linear)[FORWARD] = DecodedLinear(linear)
             yield
         finally:
-            for linear in linears:
-                vars(linear).pop(FORWARD, None)
+            collections.deque(restore, maxlen=0)  # one call in C, which Ctrl-C cannot end half-way
             torch.set_autocast_cache_enabled(cached)
-            for weight_slice in weights.slices:
-                weight_slice.tensor.data = weight_slice.home
             self._inside.discard(index)
             engine.access(COMPUTE_QUEUE, slot.memory, write=False)
             slot.last_read = engine.record(COMPUTE_QUEUE)

@@ -11,6 +11,7 @@ import copy
 import gc
 import multiprocessing
 import pickle
+import re
 import signal
 import time
 import warnings
@@ -26,6 +27,7 @@ from tests.families import LENGTH, build, make_batch
 from tests.offload.runs import assert_same, step
 from tests.offload.test_limits import Device
 from tests.reliability.hostile import drawn
+from tests.reliability.signal_places import Interrupt
 from tests.tiers import thinned
 
 SETTINGS = {
@@ -37,6 +39,10 @@ SETTINGS = {
     "offload": {"saves": ("attn_out", "kv"), "offload": "cpu"},
     "tiles": {"saves": ("attn_out", "kv"), "offload": "cpu", "gpu_memory": 1},
 }
+
+
+# Functions that replace a model's weights, forwards or settings for a while.
+RESTORES = re.compile(r"replace$|swap_forwards|use_buffers|route_attention|disable_checkpointing")
 
 
 class FailingMode(TorchDispatchMode):
@@ -128,6 +134,29 @@ def test_an_error_at_an_operation(error, setting, positions, record_property):
         assert_same(step(subject.model), subject.expected)
     assert ended > 0 or error == "out of memory"
     record_property("cases", len(ats))
+
+
+@pytest.mark.fast(1)
+@pytest.mark.parametrize("places", thinned([10, 300], lambda places: places == 10))
+@pytest.mark.parametrize("setting", thinned(SETTINGS, lambda setting: setting == "one chunk"))
+def test_an_interrupt_where_python_handles_signals(setting, places, record_property):
+    """An interrupt may come while the model's own weights, forwards and settings are put back."""
+    subject, choose = Subject(setting), drawn(9)
+    with Interrupt() as counting:
+        step(subject.model)
+    ends = [place for place in counting.counts if RESTORES.search(place[0].co_qualname)]
+    drawn_places = choose.sample(sorted(counting.counts, key=str), places) + ends
+    raised = 0
+    for place in drawn_places:
+        occurrence = choose.randint(1, counting.counts[place])
+        with contextlib.suppress(KeyboardInterrupt), Interrupt(place, occurrence) as interrupt:
+            step(subject.model)
+        raised += interrupt.raised
+        gc.collect()
+        assert switches(subject.model) == subject.initial_switches, (place, occurrence)
+        assert_same(step(subject.model), subject.expected)
+    assert raised > len(drawn_places) // 2
+    record_property("cases", len(drawn_places))
 
 
 @pytest.mark.full
