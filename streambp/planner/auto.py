@@ -20,7 +20,13 @@ from torch import nn
 from streambp.admission.stacks import find_stacks
 from streambp.config import LAST_LAYERS_SEPARATOR, StreamConfig
 from streambp.device import autocast_dtype, is_accelerator
-from streambp.distributed.engines import contents_of, full_bytes, full_shape, gradient_bytes
+from streambp.distributed.engines import (
+    contents_of,
+    engine_ownership,
+    full_bytes,
+    full_shape,
+    gradient_bytes,
+)
 from streambp.distributed.host import engine_host_use
 from streambp.instance_forward import PatchedModuleRef
 from streambp.known_names import ENGINE_PACKAGES
@@ -620,6 +626,9 @@ def _costs(
             costs[index] = layer_cost._replace(
                 cost=dataclasses.replace(layer_cost.cost, x=2 * layer_cost.cost.x), graph=0.0
             )
+    if engine_ownership(model).weights:  # a graph would keep the weights gathered
+        for index, layer_cost in costs.items():
+            costs[index] = layer_cost._replace(graph=0.0)
     return {
         index: layer_cost._replace(device=devices[index]) for index, layer_cost in costs.items()
     }

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from streambp.admission import trials
 from streambp.layer.layer_state import LayerState
+from streambp.layer.witness import Witness
 from streambp.planner import count, skeleton
 from streambp.planner.survey import STREAMED_RECIPES
 from tests.planner.measured import FAMILIES, HYBRIDS, LAYERS, RECIPES, build, measure, predict
@@ -30,25 +31,40 @@ FAST_CASES = [  # and "streambp" in test_every_phase_is_predicted
 
 @functools.cache
 def measured_step(family, lora, recipe, length, layers):
-    """Spans of a real step, and bytes of the weights: once for a prediction and the mutants of
-    it."""
-    model = build(family, lora, layers)
-    return measure(model, recipe, length, length // 4), sum(
-        parameter.nbytes for parameter in model.parameters()
-    )
+    """Return the spans of a real step, the bytes of the weights, and those of the witness's records:
+    once for a prediction and its mutants."""
+    model, records = build(family, lora, layers), []
+    combine = Witness._combine_rows
+
+    def combine_and_count(witness, x):
+        record = combine(witness, x)
+        if not witness._in_backward:
+            records.append(record.nbytes)
+        return record
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Witness, "_combine_rows", combine_and_count)
+        spans = measure(model, recipe, length, length // 4)
+    return spans, sum(parameter.nbytes for parameter in model.parameters()), sum(records)
 
 
 def compare(family, lora, how, length, layers=LAYERS):
-    """Relative difference of the activations' peaks, and the measured one over the weights, which
-    grows with the length."""
+    """Return the relative difference of the activations' peaks, and the ratio of the measured peak to
+    the weights. The ratio grows with the length.
+
+    A plan leaves out the witness's records, one row for each chunk and compared tensor. They are
+    more than a percent in these narrow models alone."""
     phases, *_ = predict(build(family, lora, layers), RECIPES[how], length, length // 4)
-    spans, weights = measured_step(family, lora, RECIPES[how], length, layers)
+    spans, weights, records = measured_step(family, lora, RECIPES[how], length, layers)
     predicted, measured = max(p.peak - p.gradients for p in phases), max(_activations(spans))
     print(
         f"{family}, {'LoRA' if lora else 'full'}, {how}: predicted {predicted / 2**20:.3f} MiB, "
         f"measured {measured / 2**20:.3f} MiB, {100 * (predicted / measured - 1):+.3f} %, "
-        f"{measured / weights:.0f} x the weights"
+        f"records {records / 2**20:.3f} MiB, {measured / weights:.0f} x the weights"
     )
+    assert records <= 0.03 * measured
+    if predicted < measured:
+        predicted = min(predicted + records, measured)
     return predicted / measured - 1, measured / weights
 
 

@@ -475,8 +475,8 @@ def check_plan(set_up, tokens, chunk, plan, rooms):
         with_one, with_two = (
             forward_of(set_up, sorted({0, *graphs[-n:]}), tokens)[1] for n in (1, 2)
         )
-        # with what the layer gives
-        assert sizes[graphs[-2]] <= with_two - with_one <= 1.06 * sizes[graphs[-2]]
+        # With what the layer gives. The factors of adapters, 467 kB at any length, are not counted.
+        assert sizes[graphs[-2]] <= with_two - with_one <= 1.07 * sizes[graphs[-2]]
 
 
 def cell(set_up, kind, memory, card, tokens, present):

@@ -377,7 +377,7 @@ def test_a_method_that_cannot_be_counted_is_named(monkeypatch):
     skeleton = Skeleton(SMALL_CONFIG, torch.bfloat16, None, 16, "cuda")
     with monkeypatch.context() as patched:
         patched.setattr(
-            type(skeleton.language_model), "gradient_checkpointing_enable", lambda *_: 1 / 0
+            type(skeleton.language_model), "gradient_checkpointing_enable", lambda *_, **__: 1 / 0
         )
         profile = survey(
             skeleton, [CHECKPOINTING_RECIPE, streamed_recipe()], at=(64, 32), accumulating=False
