@@ -51,8 +51,8 @@ def model_for(case, seed=0):
             model.set_experts_implementation(case.get("experts", "eager"))
     else:
         model = build(name, seed=seed, **{"num_hidden_layers": 2, **changes})
-    if case.get("nf4"):
-        quantize_linears(model, case["nf4"], case.get("decoded", False))
+    if case.get("few_bits"):
+        quantize_linears(model, case["few_bits"], case.get("decoded", False))
     if case.get("frozen"):
         model.get_input_embeddings().requires_grad_(False)
     if case.get("lora"):
@@ -83,28 +83,41 @@ def model_for(case, seed=0):
 
 
 def quantize_linears(model, storage, decoded):
-    """Linears of layers in 4 bits, whose bytes are stored as numbers of the dtype `storage`. If
-    `decoded`: plain Linears with the same values."""
+    """Linears of layers in 4 bits, whose bytes are stored as numbers of the dtype `storage`, or in 8
+    bits for "int8". If `decoded`: plain Linears with the same values."""
     import bitsandbytes
 
-    few_bits = {"quant_type": "nf4", "quant_storage": getattr(torch, storage)}
+    few_bits = {"quant_type": "nf4"}
+    if storage != "int8":
+        few_bits["quant_storage"] = getattr(torch, storage)
     for layer in decoder_layers(model):
         for module in list(layer.modules()):
             for name, old in list(module.named_children()):
                 if not isinstance(old, torch.nn.Linear):
                     continue
-                sizes = (old.in_features, old.out_features, old.bias is not None, torch.float32)
-                new = bitsandbytes.nn.Linear4bit(*sizes, **few_bits)
-                new.weight = bitsandbytes.nn.Params4bit(
-                    old.weight.detach().clone(), requires_grad=False, module=new, **few_bits
-                )
+                sizes = (old.in_features, old.out_features, old.bias is not None)
+                values = old.weight.detach().clone()
+                if storage == "int8":
+                    new = bitsandbytes.nn.Linear8bitLt(*sizes, has_fp16_weights=False)
+                    new.weight = bitsandbytes.nn.Int8Params(
+                        values, requires_grad=False, has_fp16_weights=False
+                    )
+                else:
+                    new = bitsandbytes.nn.Linear4bit(*sizes, torch.float32, **few_bits)
+                    new.weight = bitsandbytes.nn.Params4bit(
+                        values, requires_grad=False, module=new, **few_bits
+                    )
                 new.to("cpu")  # where it is quantized
-                if decoded:
+                if not decoded:
+                    setattr(module, name, new)
+                elif storage == "int8":
+                    old.weight.data = new.weight.data * (new.weight.SCB[:, None] / 127)
+                else:
                     state = new.weight.quant_state
                     old.weight.data = bitsandbytes.functional.dequantize_4bit(new.weight, state)
-                else:
-                    setattr(module, name, new)
-    model.is_loaded_in_4bit = not decoded  # where peft looks
+    # where peft looks
+    model.is_loaded_in_8bit = storage == "int8" and not decoded
+    model.is_loaded_in_4bit = storage != "int8" and not decoded
 
 
 def pack_experts(model):
