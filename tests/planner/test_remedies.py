@@ -101,7 +101,12 @@ def replanned(name, remedy, memory, training, length):
     ]
     line = replace_options(arguments, remedy.options)
     read = commands.parse(line)
-    setting = Setting(gpus=read.gpus or 1, zero=read.zero, optimizer_on_host=read.optimizer_on_host)
+    setting = Setting(
+        gpus=read.gpus or 1,
+        zero=read.zero,
+        optimizer_on_host=read.optimizer_on_host,
+        weights=read.weights,
+    )
     host = None if memory.host is None else memory.host // setting.gpus
     profile = counted_profile(name, Training(read.lora, read.bits))
     return plan_profile(profile, read.seq_len, dataclasses.replace(memory, host=host), setting)
