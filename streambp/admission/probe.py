@@ -46,7 +46,12 @@ from streambp.admission.own_run import (
     run_unpatched,
     small_parameters,
 )
-from streambp.admission.random_draws import REASON_DRAWS_FOR_ROWS, DrawCounter
+from streambp.admission.random_draws import (
+    EXTREMES,
+    REASON_DRAWS_FOR_ROWS,
+    DrawRecorder,
+    draws_for_rows,
+)
 from streambp.admission.rehearsal import (
     TRIAL_CHUNK_SIZE,
     causal_prefix,
@@ -305,7 +310,9 @@ def _compare_chunks(
             return ProbeResult(REASON_RANDOM_NUMBERS)
         if reason is not None and not editing:
             return ProbeResult(reason)
-        if not random.is_current() and _draws_for_rows(call, x, upstream, chunk_size, state):
+        # Inference mode builds no graphs, and the layer has not run then.
+        may_draw = not (may_have_graphs(call) and random.is_current())
+        if may_draw and _draws_for_rows(call, x, upstream, chunk_size, state, random):
             return ProbeResult(REASON_DRAWS_FOR_ROWS)
         if reason is None and (names := find_values_set_once(call, x, state)):
             return ProbeResult(REASON_FIRST_CALL.format(", ".join(names)), may_change=True)
@@ -319,10 +326,15 @@ def _compare_chunks(
 
 
 def _draws_for_rows(
-    call: LayerCall, x: Tensor, upstream: Tensor, chunk_size: int, state: StateRestorer
+    call: LayerCall,
+    x: Tensor,
+    upstream: Tensor,
+    chunk_size: int,
+    state: StateRestorer,
+    random: RandomState,
 ) -> bool:
-    """True if chunks draw another number of random numbers than all tokens at once, in the layer's
-    own mode.
+    """True if the layer draws random numbers for the whole call that change its result. The number
+    that peft's LoKr draws changes nothing at the default rate.
 
     Args:
         call: the layer's call on one batch, with its arguments and chunks.
@@ -330,15 +342,31 @@ def _draws_for_rows(
         upstream: random gradient of the layer's output, shaped like x.
         chunk_size: length of a chunk.
         state: restores the values that the layer and its code stored before the test.
+        random: the state of torch's generators from which each run draws.
     """
+
+    def run(recorder: DrawRecorder, size: int | None = None) -> list[Tensor]:
+        state.rewind()
+        with random.replay(), recorder:
+            return _run(call, x, upstream, size)
+
+    unchunked = DrawRecorder()
+    run(unchunked)
+    sizes: list[list[int]] = []
+    if x.shape[-2] >= 2 * MIN_CHUNK_TOKENS:
+        chunked = DrawRecorder()
+        run(chunked, chunk_size)
+        plan = ChunkPlan(x.shape[-2], chunk_size).with_min_tokens(MIN_CHUNK_TOKENS)
+        count = max(1, len(chunked.sizes) // len(plan))
+        for start in range(0, len(chunked.sizes), count):
+            sizes.append(chunked.sizes[start : start + count])
+    fixed = draws_for_rows(unchunked.sizes, sizes)
+    results: list[list[Tensor]] = []
+    if fixed:
+        for fraction in EXTREMES:
+            results.append(run(DrawRecorder(fixed, fraction)))
     state.rewind()
-    with DrawCounter() as unchunked:
-        _run(call, x, upstream)
-    state.rewind()
-    with DrawCounter() as chunked:
-        _run(call, x, upstream, chunk_size)
-    state.rewind()
-    return unchunked.numbers != chunked.numbers
+    return bool(fixed) and not all(map(torch.equal, *results))
 
 
 def _result_of_error(

@@ -64,6 +64,9 @@ from streambp.source import written_forward
 ATTENTION_NAMES = frozenset((ATTENTION_TABLE, UPDATE_METHOD))
 
 
+TRANSFORMERS_PREFIX = "transformers."  # start of the names of all its modules
+
+
 @dataclasses.dataclass(frozen=True)
 class Stack:
     """A transformers model without head, and the decoder layers that it runs in order.
@@ -533,7 +536,10 @@ def _names_in_methods(module: nn.Module) -> set[str]:
     names: set[str] = set()
     for function in functions:
         if hasattr(function, "__code__"):
-            names.update(function.__code__.co_names, function.__code__.co_varnames)
+            names.update(function.__code__.co_names)
+            # A variable may have any meaning in another library.
+            if type(module).__module__.startswith(TRANSFORMERS_PREFIX):
+                names.update(function.__code__.co_varnames)
     return names
 
 
@@ -541,7 +547,7 @@ def is_bidirectional(layer: nn.Module) -> bool:
     """True if all attention modules of the layer are bidirectional (is_causal=False).
 
     A bidirectional module beside a causal one is cross-attention to an encoder's output. In
-    BartForCausalLM, which has no encoder, it reads nothing, as the layer's test run shows.
+    BartForCausalLM, which has no encoder, it reads nothing. The layer's test run shows this.
     """
     attentions = _attentions(layer)
     return bool(attentions) and all(

@@ -181,10 +181,10 @@ def _part(
         up to the last query, [1, 1, stop, D]. The indexer calls this function as its cache.
         `placeholder`, which takes the place of values in the cache's interface, is returned
         unchanged."""
-        keys = prefix.index_keys.get(number)
+        keys = prefix.indexed.keys.get(number)
         if keys is None:
             # [B, T, D]
-            keys = prefix.index_keys[number] = k.new_empty(rows, prefix.length, k.shape[-1])
+            keys = prefix.indexed.keys[number] = k.new_empty(rows, prefix.length, k.shape[-1])
         keys[row, start:stop] = k[0, 0]
         return keys[row, :stop][None, None], placeholder
 

@@ -99,6 +99,20 @@ class KVBytesPerToken:
         return cls(keys, elements * wide, keys + padding, v.shape[3])
 
 
+@dataclasses.dataclass
+class IndexerTensors:
+    """Tensors of a layer's indexers, the modules that pick keys for sparse attention. [Note: indexers]
+
+    Attributes:
+        keys: keys [B, T, D] of each indexer, by its number, in forward.
+        chunk_picks: positions of keys [B, C, k] that each indexer picked for the chunk that was
+            computed last.
+    """
+
+    keys: dict[int, Tensor] = dataclasses.field(default_factory=dict)
+    chunk_picks: list[Tensor] = dataclasses.field(default_factory=list)
+
+
 class Prefix:
     """State that the chunks of one layer share over one batch: mainly K and V of all earlier
     chunks, for each attention call of the layer.
@@ -137,11 +151,7 @@ class Prefix:
             set()
         )  # attention calls and chunks of `load_saved`
         self.sizes_seen: list[KVBytesPerToken] = []
-        # [B, T, D] of each indexer, in forward. [Note: indexers]
-        self.index_keys: dict[int, Tensor] = {}
-        self.chunk_picks: list[
-            Tensor
-        ] = []  # [B, C, k] of each indexer, for the chunk computed last
+        self.indexed = IndexerTensors()
 
     def restore(
         self, index: int, chunk: Chunk, k: Tensor, v: Tensor, backward: bool = True
@@ -216,8 +226,7 @@ class Prefix:
     def pack(self) -> None:
         """Free memory that is not needed between forward and backward: the zero columns of a padded
         V, and the keys of indexers. [Note: padded values]"""
-        self.index_keys = {}
-        self.chunk_picks = []
+        self.indexed = IndexerTensors()
         for kv_storage in self.kv_storages:
             if isinstance(kv_storage, KVBuffer):
                 kv_storage.pack()
@@ -344,8 +353,7 @@ class Prefix:
         self.filled_until = 0
         if self.memory is not None:
             self.memory.tiles = None
-        self.index_keys = {}
-        self.chunk_picks = []
+        self.indexed = IndexerTensors()
 
 
 class AttentionCall(NamedTuple):
@@ -632,7 +640,7 @@ class PrefixChunkAttention(ChunkAttention):
                 "Please report this model."
             )
         prefix.calls = self.call
-        prefix.chunk_picks = self.chunk_picks
+        prefix.indexed.chunk_picks = self.chunk_picks
         for attended in self.attended:
             prefix.overwritten |= attended.is_overwritten
         prefix.filled_until = max(prefix.filled_until, self.chunk.stop)

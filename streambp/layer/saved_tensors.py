@@ -171,6 +171,19 @@ class SavedProducts:
         return tap_linears(self.linears, names, None, see, source, sums)
 
 
+@dataclasses.dataclass
+class CarriedNames:
+    """What a layer passes from chunk to chunk beside keys and values.
+
+    Attributes:
+        state_keys: the keys of the layer's recurrent states.
+        indexers: number of the layer's indexers, whose picks are saved.
+    """
+
+    state_keys: list[StateKey] = dataclasses.field(default_factory=list)
+    indexers: int = 0
+
+
 class SavedForBackward:
     """The tensors that one layer call saves for its backward, chunk by chunk, and the order in
     which backward reads them.
@@ -220,8 +233,7 @@ class SavedForBackward:
         self.keeps_graph = False
         self.graph: Any = None  # [Note: kept graphs]
         self.brought: dict[str, Tensor] = {}
-        self._state_keys: list[StateKey] = []
-        self._indexers = 0
+        self._names = CarriedNames()
 
     def choose(self, rows: int, can_keep_graph: Callable[[], bool]) -> None:
         """Let the policy for `saves="auto"` set `saves`, `keeps_graph` and `cost_recorder`, by the
@@ -318,7 +330,7 @@ class SavedForBackward:
             chunk: the chunk.
             states: the start states, by `StateKey`; {}: the chunk begins a sequence.
         """
-        self._state_keys = list(states) or self._state_keys
+        self._names.state_keys = list(states) or self._names.state_keys
         if states and self._state_chunk(chunk.index) == chunk.index:
             for number, state in enumerate(states.values()):
                 self.store.save(f"state.{number}", chunk.index, state)
@@ -334,10 +346,12 @@ class SavedForBackward:
     def states(self) -> States:
         """Return the saved recurrent states from which the current chunk of backward starts, read
         from `brought`; {} if the chunk starts without states."""
-        states = (self.brought.get(f"state.{number}") for number in range(len(self._state_keys)))
+        states = (
+            self.brought.get(f"state.{number}") for number in range(len(self._names.state_keys))
+        )
         return {
             key: state
-            for key, state in zip(self._state_keys, states, strict=True)
+            for key, state in zip(self._names.state_keys, states, strict=True)
             if state is not None
         }
 
@@ -354,8 +368,8 @@ class SavedForBackward:
             UnsupportedModelError: the layer has written in place to a tensor that must be saved.
         """
         self.store.save("x", chunk.index, hidden_chunk)
-        self._indexers = len(self.carried.prefix.chunk_picks)
-        for indexer, picks in enumerate(self.carried.prefix.chunk_picks):
+        self._names.indexers = len(self.carried.prefix.indexed.chunk_picks)
+        for indexer, picks in enumerate(self.carried.prefix.indexed.chunk_picks):
             self.store.save(f"picks.{indexer}", chunk.index, picks)
         if self.products.captured:
             self.keep_products(chunk)
@@ -394,7 +408,7 @@ class SavedForBackward:
                 if name not in overwritten.products and not is_factor(name)
             }
         cost = Cost(
-            x=hidden_chunk.nbytes + sum(picks.nbytes for picks in prefix.chunk_picks),
+            x=hidden_chunk.nbytes + sum(picks.nbytes for picks in prefix.indexed.chunk_picks),
             attn_out=0
             if overwritten.attention_output
             else sum(part.o.nbytes + part.lse.nbytes for part in attended),
@@ -533,10 +547,10 @@ class SavedForBackward:
         of chunk `index` starts from: its input and its recurrent start states. States that several
         chunks share are stored under the index of the first of these chunks."""
         reads = [("x", index)]
-        if self._state_keys:
+        if self._names.state_keys:
             state_chunk = self._state_chunk(index)
             if state_chunk is not None:
-                for number in range(len(self._state_keys)):
+                for number in range(len(self._names.state_keys)):
                     reads.append((f"state.{number}", state_chunk))
         return reads
 
@@ -545,7 +559,7 @@ class SavedForBackward:
         differentiating chunk `index` needs."""
         reads = self.start_reads(index)
         reads += self.attention_reads(index)
-        for indexer in range(self._indexers):
+        for indexer in range(self._names.indexers):
             reads.append((f"picks.{indexer}", index))
         for name in self.products.keys:
             if self.store.has(name, index):
@@ -600,7 +614,7 @@ class SavedForBackward:
     def picks(self) -> list[Tensor]:
         """Return for each indexer the indices [B, C, k] of the k keys that it selected in forward
         for each query of the current chunk. The tensors stay in `brought` for a retry."""
-        return [self.brought[f"picks.{indexer}"] for indexer in range(self._indexers)]
+        return [self.brought[f"picks.{indexer}"] for indexer in range(self._names.indexers)]
 
     def take_attention_outputs(self) -> list[AttentionOutput] | None:
         """Remove the saved attention outputs and logsumexps of the current chunk from `brought`,

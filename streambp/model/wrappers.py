@@ -413,11 +413,11 @@ class BackboneForward(InstanceForward):
         """
         state = self.state
         if state.root is not None and not offloader.host_bytes:
-            offloader.set_aside = engine_host_use(state.root).to_come
+            offloader.other_use.set_aside = engine_host_use(state.root).to_come
             weights = state.weights
-            offloader.weight_bytes, offloader.gradient_bytes = (
-                (0, 0) if weights is None else weights.host_bytes
-            )
+            if weights is not None:
+                offloader.other_use.weight_bytes = weights.host_bytes[0]
+                offloader.other_use.gradient_bytes = weights.host_bytes[1]
 
     def _run_unpatched(self, kwargs: dict[str, Any]) -> Any:
         """Run the model's own forward unpatched, and return its output. Return None outside of

@@ -608,6 +608,7 @@ class StepFigures:
         on_host: function that returns predictions for steps with layer inputs on the host, or None
             if such steps cannot be counted. None in place of the function: no tensor may move to
             the host.
+        without_graph: indices of layers whose graphs cannot be kept.
     """
 
     need: MemoryNeed | None = None
@@ -617,6 +618,7 @@ class StepFigures:
     link: float = 0.0
     why: str = ""
     on_host: Callable[[], HostStepFigures | None] | None = None
+    without_graph: set[int] = dataclasses.field(default_factory=set)
 
     def free_by_device(
         self, home: torch.device, free: Callable[[torch.device], float | None]

@@ -33,6 +33,7 @@ import torch
 
 from streambp.device import run_and_watch_draws
 from streambp.offload.costs import (
+    BatchSaves,
     HostStepFigures,
     LayerCost,
     host_exclusions,
@@ -73,6 +74,24 @@ class MicroBatchShape(NamedTuple):
     tokens: int
     length: int
     chunk: int
+
+
+@dataclasses.dataclass
+class ForwardState:
+    """State of the policy for the running forward.
+
+    Attributes:
+        is_begun: True if the forward has begun, and none of its layers has called yet.
+        chunk_sizes: dict from (rows, tokens of each row) to the chosen tokens of a chunk.
+        host_shape: size of the micro-batch for which the policy has decided whether tensors move to
+            the host; None: it has not decided.
+        batch: tensors that the layers save in the running micro-batch.
+    """
+
+    is_begun: bool = False
+    chunk_sizes: dict[tuple[int, int], int] = dataclasses.field(default_factory=dict)
+    host_shape: MicroBatchShape | None = None
+    batch: BatchSaves = dataclasses.field(default_factory=BatchSaves)
 
 
 class StepSpeeds(NamedTuple):
@@ -257,7 +276,7 @@ class HostChoice:
         Args:
             figures: predictions about steps that move layer inputs; only `set_aside` is read.
         """
-        self.manager.set_aside = figures.set_aside
+        self.manager.other_use.set_aside = figures.set_aside
         return self.manager.host_room()
 
     def predict(

@@ -22,6 +22,7 @@ budget of offload="auto" is measured (`link.py`).
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Callable
 from collections.abc import Set as AbstractSet
@@ -47,6 +48,21 @@ from streambp.offload.transfers import MICRO_BATCH, MicroBatchMemory, TensorEntr
 
 Access = tuple[str, int]
 RECOMPUTATION_INPUTS = ("x", "state")  # inputs of a recomputation
+
+
+@dataclasses.dataclass
+class OtherHostUse:
+    """Bytes of host memory that do not hold saved tensors.
+
+    Attributes:
+        set_aside: bytes that a training engine (DeepSpeed) will allocate.
+        weight_bytes: bytes of `host_memory` for weights.
+        gradient_bytes: bytes of `host_memory` for gradients of these weights.
+    """
+
+    set_aside: int = 0
+    weight_bytes: int = 0
+    gradient_bytes: int = 0
 
 
 class OffloadManager:
@@ -76,8 +92,7 @@ class OffloadManager:
             ([Note: host by seconds]); False if they leave in each step.
         reserve: bytes of host memory that a micro-batch is expected to take, allocated at its
             start; 0: unknown.
-        set_aside: bytes of host memory that a training engine (DeepSpeed) will allocate.
-        overflow_count: number of tensors that did not fit on the host.
+        other_use: bytes of host memory that do not hold saved tensors.
     """
 
     def __init__(
@@ -94,14 +109,11 @@ class OffloadManager:
         self.host_memory = host_memory
         self.on_host_full = on_host_full
         self.layers = layers
-        self.set_aside = 0  # bytes of host memory that an engine will take
-        # bytes of `host_memory` for weights, and for their gradients
-        self.weight_bytes = self.gradient_bytes = 0
+        self.other_use = OtherHostUse()
         self.staying: dict[int, set[str]] | None = None
         self.workspace = 0  # bytes of this forward's largest prefix, for backward
         self._given_gpu_memory = gpu_memory
         self.gpu_memory = self.prefix_memory = gpu_memory
-        self.overflow_count = 0  # tensors that did not fit on the host
         self._given_engine = engine
         self.transfers = Transfers()
         self.arena: Arena | None = None
@@ -147,17 +159,22 @@ class OffloadManager:
         memory is known.
         """
         if self.on_demand and self.host_memory is None:
-            default_limit = host_limit(None, set_aside=self.set_aside, part=DEFAULT_HOST_FRACTION)
+            default_limit = host_limit(
+                None, set_aside=self.other_use.set_aside, part=DEFAULT_HOST_FRACTION
+            )
             return 0 if default_limit == UNLIMITED_BYTES else default_limit
         if self.on_demand and self.host_memory is not None:
-            return min(self.host_memory, host_limit(None, set_aside=self.set_aside))
+            return min(self.host_memory, host_limit(None, set_aside=self.other_use.set_aside))
         if self.host_memory is None:
             requested_bytes = None
         else:
-            requested_bytes = max(1, self.host_memory - self.weight_bytes - self.gradient_bytes)
+            requested_bytes = max(
+                1, self.host_memory - self.other_use.weight_bytes - self.other_use.gradient_bytes
+            )
         return host_limit(
             requested_bytes,
-            set_aside=self.set_aside + (self.gradient_bytes if requested_bytes is None else 0),
+            set_aside=self.other_use.set_aside
+            + (self.other_use.gradient_bytes if requested_bytes is None else 0),
         )
 
     def host_room(self) -> float:
@@ -306,7 +323,7 @@ class OffloadManager:
                 f"{advice}, save less (saves=()), shorten the sequence, or set on_host_full='keep' "
                 "to leave the rest on the device."
             )
-        self.overflow_count += 1
+        self.transfers.overflow_count += 1
         return (
             None if optional and self.on_host_full == "recompute" else TensorEntry(engine, tensor)
         )
@@ -335,7 +352,7 @@ class OffloadManager:
             statistics[f"gb_per_s_{queue}"] = (
                 moved_bytes[queue] / spent[queue] / 1e9 if spent[queue] else 0.0
             )
-        return {**statistics, "host_bytes": self.host_bytes, "left": self.overflow_count}
+        return {**statistics, "host_bytes": self.host_bytes, "left": self.transfers.overflow_count}
 
     def abort(self) -> None:
         """Discard the saved tensors of every forward whose backward has not run, for example after

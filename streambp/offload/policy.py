@@ -74,7 +74,7 @@ from streambp.offload.costs import (
     inputs_and_candidates,
 )
 from streambp.offload.free_memory import host_limit
-from streambp.offload.host_choice import HostChoice, MicroBatchShape, MovingStep
+from streambp.offload.host_choice import ForwardState, HostChoice, MicroBatchShape, MovingStep
 from streambp.offload.link import LinkBudget
 from streambp.offload.placement import Headroom, Placement, choose_placement, room_beside_copies
 
@@ -128,9 +128,6 @@ class SavesPolicy:
     ) -> None:
         self.host = host
         self.moving: MovingStep | None = None
-        self._decided: MicroBatchShape | None = (
-            None  # size of the micro-batch for which `moving` is known
-        )
         self.layers = layers
         self.free = free
         self.states = states
@@ -140,16 +137,13 @@ class SavesPolicy:
         self.latest: MicroBatchChoice | None = None
         self.figures = StepFigures()
         self.present = 0.0
-        self._begun = False
-        self._chunks: dict[tuple[int, int], int] = {}
+        self._forward = ForwardState()
         self._seen: dict[int, ObservedCosts] = {}
-        self._by_name: set[int] = set()  # layers whose graphs cannot be kept
         self._waiting: weakref.WeakSet[Any] = (
             weakref.WeakSet()
         )  # instances of `layer.saved.SavedForBackward`
         # choices with offload="auto", by the measurements and the device's room
         self._places: dict[tuple[ForwardMeasurement, Headroom, bool], Placement] = {}
-        self._batch = BatchSaves()
         self.margins: dict[tuple[Any, ...], Shortage] = {}  # by `Shortage.key`
 
     def __reduce__(self) -> Any:
@@ -174,22 +168,22 @@ class SavesPolicy:
             device: the device of the input.
             with_layers: True if the first layer calls; False if the backbone calls.
         """
-        if not self._begun:
+        if not self._forward.is_begun:
             getattr(self.free, "forget", bool)()
             if self.link is not None:
                 self.link.measure(list(self._seen.values()))
             self.learn()
             figures, self.present = self.states(device)
             if figures is not self.figures:
-                self.figures, self._seen, self._by_name = figures, {}, set()
+                self.figures, self._seen = figures, {}
                 if self.link is not None:
                     self.link.measured.clear()
-        self._begun = not with_layers
+        self._forward.is_begun = not with_layers
 
     def end_forward(self) -> None:
         """Record that a forward of the model has ended, with or without an exception. Called by the
         backbone."""
-        self._begun = False
+        self._forward.is_begun = False
 
     def chunk(self, index: int, batch_size: int, length: int, device: torch.device) -> int:
         """Return the chunk size for layer `index`, in positions of each row. The first layer of a
@@ -202,10 +196,10 @@ class SavesPolicy:
             device: the layer's device.
         """
         key = batch_size, length
-        if index == 0 or key not in self._chunks:
+        if index == 0 or key not in self._forward.chunk_sizes:
             self.begin_forward(device, with_layers=True)
-            self._chunks = {key: self.size(batch_size, length, device)}
-        return self._chunks[key]
+            self._forward.chunk_sizes = {key: self.size(batch_size, length, device)}
+        return self._forward.chunk_sizes[key]
 
     def size(self, batch_size: int, length: int, device: torch.device) -> int:
         """Return the chunk size in positions of each row with which a step is fastest among the
@@ -238,7 +232,7 @@ class SavesPolicy:
             self.moving = self._faster_on_host(sizes, rows, device, free[device], staying)
             if self.moving is not None:
                 size = self.moving.shape.chunk // batch_size
-            self._decided = MicroBatchShape(tokens, length, batch_size * size)
+            self._forward.host_shape = MicroBatchShape(tokens, length, batch_size * size)
         return size
 
     def _faster_on_host(
@@ -357,11 +351,11 @@ class SavesPolicy:
         length = saved.plan.length
         unread = saved.layer_state.tests.unread
         tokens = rows * length
-        if index <= self._batch.last:
+        if index <= self._forward.batch.last:
             self._begin(saved, rows)
-        elif self._batch.plan and saved.device in self._batch.devices:
+        elif self._forward.batch.plan and saved.device in self._forward.batch.devices:
             self._shrink(saved, tokens)
-        batch = self._batch
+        batch = self._forward.batch
         batch.last = index
         watch = batch.devices.get(saved.device)
         if self.host is not None:
@@ -387,14 +381,14 @@ class SavesPolicy:
         graph = GRAPH in [candidate.name for candidate in candidates]
         if graph and not (cost_recorder is None and can_keep_graph()):
             if cost_recorder is None:
-                self._by_name.add(index)
+                self.figures.without_graph.add(index)
             planned = sum(map(SIZE, candidates))
             graph = False
             headrooms = {saved.device: [[math.inf, planned]]}
             candidates = self._fill(headrooms, [index], tokens, length, True, (GRAPH,))[index]
             batch.plan[index] = candidates
-        elif index in self._by_name and can_keep_graph():
-            self._by_name.discard(index)
+        elif index in self.figures.without_graph and can_keep_graph():
+            self.figures.without_graph.discard(index)
         self._waiting.add(saved)
         if self.moving is not None:
             watch.expected -= self.moving.placement.staying_bytes(index)
@@ -416,7 +410,7 @@ class SavesPolicy:
             saved: the running layer's record of saved tensors (`SavedForBackward`).
             tokens: tokens over all rows.
         """
-        batch = self._batch
+        batch = self._forward.batch
         device = saved.device
         watch = batch.devices[device]
         index = saved.layer_state.index
@@ -451,11 +445,11 @@ class SavesPolicy:
         """
         if not self.sizes:
             self.begin_forward(saved.device, with_layers=True)
-        for device, watch in self._batch.devices.items():
+        for device, watch in self._forward.batch.devices.items():
             if watch.shortage is not None:  # leave free what the previous one lacked
                 watch.learn(getattr(self.free, "retries", lambda _: 0)(device), self.margins)
         self._seen = {}
-        self._batch = batch = BatchSaves(saved.device)
+        self._forward.batch = batch = BatchSaves(saved.device)
         self.latest = None
         length = saved.plan.length
         chunk = rows * min(saved.plan.size, saved.plan.length)
@@ -493,7 +487,7 @@ class SavesPolicy:
     ) -> None:
         """Begin to compare a device's `free` bytes with the plan of the micro-batch that begins.
         The other arguments are as in `DeviceWatch`."""
-        self._batch.devices[device] = DeviceWatch(
+        self._forward.batch.devices[device] = DeviceWatch(
             expected=free - max(0.0, shortage.headroom - shortage.planned),
             slack=IGNORED_FREE_MEMORY_FRACTION * free,
             retries=getattr(self.free, "retries", lambda _: 0)(device),
@@ -512,7 +506,7 @@ class SavesPolicy:
             free: free bytes of each device.
         """
         assert self.host is not None
-        if shape != self._decided or not self.sizes:
+        if shape != self._forward.host_shape or not self.sizes:
             self.moving = None
             if self.figures.need is not None and self.figures.seconds is not None:
                 tokens, length, chunk = shape
@@ -522,7 +516,7 @@ class SavesPolicy:
                 rows = (batch_size, length)
                 size = max(1, chunk // batch_size)
                 self.moving = self._faster_on_host([size], rows, device, free[device], staying)
-        self._decided = None
+        self._forward.host_shape = None
         self.host.begin_micro_batch(self.moving)
 
     def _begin_moving(self, step: MovingStep, device: torch.device, free: float) -> None:
@@ -541,7 +535,7 @@ class SavesPolicy:
         placement = step.placement.copy()
         self.moving = step = dataclasses.replace(step, placement=placement)
         self.host.prepare(step)
-        self._batch.plan = placement.saved
+        self._forward.batch.plan = placement.saved
         shape, pace = step.shape, step.pace
         hidden_bytes = pace.link * pace.forward  # bytes whose copies hide behind forward
         measured = ForwardMeasurement(
@@ -597,7 +591,7 @@ class SavesPolicy:
                 self._places.clear()
             self._places[key] = choose_placement(inputs, candidates, headroom)
         placement = self._places[key]
-        self._batch.plan = placement.saved
+        self._forward.batch.plan = placement.saved
         if self.keeps:
             link.manager.staying = placement.staying
         room = min(hidden, measured.host) + headroom.device - model_cost.x
@@ -662,7 +656,7 @@ class SavesPolicy:
                     if option.name not in without
                 ]
                 candidates += options
-                may_keep_graph = GRAPH not in without and index not in self._by_name
+                may_keep_graph = GRAPH not in without and index not in self.figures.without_graph
                 if is_unchunked and cost.graph and may_keep_graph:
                     graphs[index] = cost.graph_candidate(index, tokens, options)
         ordered = sorted(candidates, key=lambda option: (-option.flops_per_byte, -option.index))
@@ -690,7 +684,7 @@ class SavesPolicy:
         Args:
             saved: the running layer's record of saved tensors (`SavedForBackward`).
         """
-        watch = self._batch.devices.get(saved.device)
+        watch = self._forward.batch.devices.get(saved.device)
         if watch is None or watch.shortage is None:
             return
         free = self._free_now(saved.device)
@@ -722,7 +716,7 @@ class SavesPolicy:
     def failed(self, device: torch.device | None = None) -> None:
         """Record that a step ran out of the memory of `device`; None: of any device. Similar steps
         then save at most half of the bytes that were planned for this step."""
-        for watched_device, watch in self._batch.devices.items():
+        for watched_device, watch in self._forward.batch.devices.items():
             shortage = watch.shortage
             if shortage is not None and device in (None, watched_device):
                 shortage.shortfall = max(shortage.shortfall, shortage.planned / 2)
@@ -776,7 +770,7 @@ class SavesPolicy:
                 of K and V stay; None: no layer runs, and the buffers of all layers are freed.
             reason: the reason, for reports.
         """
-        batch = self._batch
+        batch = self._forward.batch
         waiting = [
             other_saved
             for other_saved in self._waiting

@@ -143,9 +143,11 @@ class Transfers:
     Attributes:
         engines: engines by device. All engines use the same host memory.
         bytes: bytes moved in each direction: "out" to the host, "back" to the device.
+        overflow_count: number of tensors that did not fit on the host.
     """
 
     def __init__(self) -> None:
+        self.overflow_count = 0
         self.engines: dict[torch.device, Engine] = {}
         self.bytes = {TO_HOST_QUEUE: 0.0, FROM_HOST_QUEUE: 0.0}
         self._in_flight: collections.deque[Departure] = collections.deque()

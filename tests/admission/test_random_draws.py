@@ -12,7 +12,14 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import Dinov2Config, Dinov2Model, MixtralConfig, MixtralForCausalLM
+from transformers import (
+    Dinov2Config,
+    Dinov2Model,
+    GPTJConfig,
+    GPTJForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 
 import streambp
 from streambp.admission import probe, random_draws
@@ -74,6 +81,13 @@ DRAWS_FOR_TOKENS = {
     "noise": lambda: with_mlp(torch.randn_like),
     "attention dropout": lambda: build("qwen3", attention_dropout=0.3),
     "lora_dropout": lambda: adapted("LoraConfig", r=4, lora_dropout=0.3),
+    "a number without effect (LoKr)": lambda: adapted("LoKrConfig", r=4),
+    "a number without effect (LoHa)": lambda: adapted("LoHaConfig", r=4),
+    "attention by itself, with dropout": lambda: GPTJForCausalLM(
+        GPTJConfig(
+            n_embd=32, n_layer=2, n_head=4, rotary_dim=8, vocab_size=VOCABULARY, attn_pdrop=0.3
+        )
+    ),
     "noise of a router": lambda: MixtralForCausalLM(
         MixtralConfig(**SIZES, num_local_experts=4, router_jitter_noise=0.1)
     ),
@@ -132,6 +146,34 @@ def test_a_layer_that_draws_for_tokens_streams(draws):
     text = str(streambp.describe(ours))
     assert "checkpoints" not in text, text
     assert "streams" in text
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 4])
+def test_few_tokens(length):
+    model = DRAWS_FOR_ROWS["a number for each row"]().train()
+    ours = streambp.patch(
+        copy.deepcopy(model), streambp.StreamConfig(chunk_size=1, unpatched_runs=False)
+    )
+    ids = torch.randint(0, VOCABULARY, (2, length))
+    for seed in range(6):
+        losses = []
+        for subject in (model, ours):
+            seed_torch(seed)
+            losses.append(subject(input_ids=ids).logits.square().mean().item())
+        assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_inference_mode_in_training_mode():
+    model = DRAWS_FOR_ROWS["a number for each row"]().train()
+    ours = patched(copy.deepcopy(model))
+    ids = torch.randint(0, VOCABULARY, (2, LENGTH))
+    with torch.inference_mode():
+        for seed in range(6):
+            losses = []
+            for subject in (model, ours):
+                seed_torch(seed)
+                losses.append(subject(input_ids=ids, labels=ids).loss.item())
+            assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.5])

@@ -202,7 +202,7 @@ def test_picks_are_kept_until_their_chunk_is_differentiated(monkeypatch):
     ]
     assert set(sizes) == {TOPK}
     assert all(store.peek("picks.0", 0).dtype == torch.int32 for store in stores)
-    assert not any(prefix.index_keys for prefix in (call.carried.prefix for call in saved_calls))
+    assert not any(prefix.indexed.keys for prefix in (call.carried.prefix for call in saved_calls))
     loss.backward()
     assert not any(store.has("picks.0", 0) for store in stores)
 

@@ -136,7 +136,7 @@ def moved_as_chosen(steps):
     assert resident_bytes == [choice.on_device]
     assert manager.transfers.bytes[TO_HOST_QUEUE] - sent_bytes == choice.leaving
     assert manager.host_bytes <= host_choice.HOST_ALLOCATION_FACTOR * choice.leaving + 64
-    assert manager.overflow_count == 0
+    assert manager.transfers.overflow_count == 0
     return result
 
 

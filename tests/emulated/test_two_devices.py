@@ -52,7 +52,7 @@ class Steps:
 
     def saved(self):
         """Names that each layer was to save in the last step."""
-        plan = self.chooser._batch.plan
+        plan = self.chooser._forward.batch.plan
         return [{candidate.name for candidate in plan.get(i, [])} for i in range(LAYERS)]
 
     def limit(self, number, room):

@@ -147,7 +147,7 @@ def after_the_first_layer(act):
 def planned(model):
     return sum(
         candidate.bytes
-        for candidates in chooser_of(model)._batch.plan.values()
+        for candidates in chooser_of(model)._forward.batch.plan.values()
         for candidate in candidates
     )
 

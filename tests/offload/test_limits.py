@@ -133,7 +133,7 @@ class Pair:
     def forget(self):
         """What running out of memory has taught."""
         self.chooser.margins.clear()
-        self.chooser._batch.devices.clear()
+        self.chooser._forward.batch.devices.clear()
         runs = self.model._streambp.unpatched
         if runs is not None:
             runs.max_tokens = math.inf

@@ -176,7 +176,7 @@ def host_limit(requested_bytes, set_aside=0, part=0.9):
 def test_the_default_pins_half_of_the_host(host_memory, on_demand, headroom, monkeypatch):
     monkeypatch.setattr(managers, "host_limit", host_limit)
     manager = OffloadManager(host_memory, "keep", 4, on_demand=on_demand)
-    manager.set_aside = 10
+    manager.other_use.set_aside = 10
     assert manager.host_room() == headroom
     arena, _ = manager.start(torch.device("cpu"))
     assert arena.limit == headroom

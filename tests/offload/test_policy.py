@@ -406,7 +406,7 @@ def planned_and_kept(chooser):
                 sizes[name] = sizes.get(name, 0) + tensor.nbytes
         if "kv" in self.saves:
             sizes["kv"] = sum(kv.k.nbytes + kv.v.nbytes for kv in self.carried.prefix.kv_storages)
-        plan = chooser._batch.plan.get(self.layer_state.index, [])
+        plan = chooser._forward.batch.plan.get(self.layer_state.index, [])
         sizes_by_layer[self.layer_state.index] = {c.name: c.bytes for c in plan}, sizes
         return real(self, size)
 

@@ -398,7 +398,7 @@ def shrinking(graphs_left, positions=8, **settings):
         at = 1 + (2 * number + 1) * 400 // (2 * positions)
         chooser_of(model).free = lambda _: free
         chooser_of(model).margins.clear()
-        chooser_of(model)._batch.devices.clear()
+        chooser_of(model)._forward.batch.devices.clear()
         if runs is not None:
             runs.max_tokens = math.inf
         with Device(

@@ -300,9 +300,9 @@ LORA, FULL = ("--lora", "16"), ("--full", "--weights", "cpu", "--optimizer-on-ho
 # GiB of the device and of the host and seconds on an RTX 4090 at 65,536 tokens, and what ends a
 # longer sequence.
 PLANNED_BYTES = {
-    "Llama-70B, LoRA": (LLAMA_70B, LORA, 21.8, 304.0, 414, "backward 79"),
-    "Qwen3-32B, LoRA": (QWEN_32B, LORA, 21.9, 169.1, 269, "backward 63"),
-    "gpt-oss-120b, LoRA": (GPT_OSS_120B, LORA, 18.6, 251.2, 50.4, "head"),
+    "Llama-70B, LoRA": (LLAMA_70B, LORA, 22.0, 304.0, 365, "head"),
+    "Qwen3-32B, LoRA": (QWEN_32B, LORA, 21.9, 169.1, 237, "head"),
+    "gpt-oss-120b, LoRA": (GPT_OSS_120B, LORA, 18.3, 251.2, 47.9, "head"),
     "Qwen3-14B, full": (QWEN_14B, FULL, 11.8, 274.7, 109, "forward 39"),
 }
 

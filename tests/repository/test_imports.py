@@ -212,3 +212,36 @@ def test_files_and_functions_stay_short():
             if isinstance(node, ast.FunctionDef) and node.end_lineno - node.lineno + 1 > 80:
                 long.append(f"{path.name}:{node.name}")
     assert not long
+
+
+MAX_ATTRIBUTES = 16
+MANY_ATTRIBUTES = {"StreamConfig": 18}  # the user's settings, which are public
+
+
+def attributes_of(class_node):
+    """Return the names that a class declares, or sets on `self`."""
+    names = set()
+    for node in class_node.body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            names.add(node.target.id)
+    for node in ast.walk(class_node):
+        is_stored = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+        if is_stored and isinstance(node.value, ast.Name) and node.value.id == "self":
+            names.add(node.attr)
+    return names
+
+
+def test_no_class_has_too_many_attributes():
+    class_names = []
+    for path, _ in module_names():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                limit = MANY_ATTRIBUTES.get(node.name, MAX_ATTRIBUTES)
+                if len(attributes_of(node)) > limit:
+                    class_names.append(f"{path.name}:{node.name}")
+    assert not class_names
+
+
+def test_attributes_of_a_class_are_counted():
+    text = "class A:\n    x: int = 0\n    def f(self):\n        self.y = self.z = self.x = 1"
+    assert attributes_of(ast.parse(text).body[0]) == {"x", "y", "z"}
