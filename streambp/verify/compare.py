@@ -22,6 +22,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import operator
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -581,9 +582,16 @@ def _run_streamed(
     unpatch(model)
     layers = sum(layer.path == "streams" for layer in described.layers)
     if run.streamed_layers == 0:
+        reasons = dict.fromkeys(filter(None, map(operator.attrgetter("reason"), described.layers)))
+        if reasons:
+            cause = f"{'; '.join(reasons)}. Change what is named, or train without streambp."
+        else:
+            cause = (
+                "A config with output_attentions=True makes a model run unpatched: set it to False."
+            )
         raise StreamBPError(
-            f"None of {layers} patched layers streamed, so there is nothing to judge. A config "
-            "with output_attentions=True makes a model run unpatched: set it to False."
+            f"None of {len(described.layers)} patched layers streamed, so there is nothing to "
+            f"judge. {cause}"
         )
     notes = []
     for layer in described.layers:

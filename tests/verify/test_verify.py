@@ -213,6 +213,12 @@ def test_a_model_that_did_not_stream_gets_no_verdict(monkeypatch):
         verify(model, seq_len=64)
 
 
+def test_the_reason_of_layers_that_run_whole_is_named(monkeypatch):
+    monkeypatch.setattr(entry, "can_stream", lambda call: Verdict(False, "it counts its tokens"))
+    with pytest.raises(streambp.StreamBPError, match=r"None of 2 .* judge\. it counts its tokens"):
+        verify(build("qwen3"), seq_len=64)
+
+
 @pytest.mark.parametrize("length", [7, 9, 64, 97, 512, 4096])
 def test_chunks_are_at_least_four_and_unequal(length):
     size = pick_chunk_size(length)
