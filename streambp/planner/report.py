@@ -32,6 +32,7 @@ NAMED_SAVES = ("attn_out", "kv", GRAPH)  # saved tensors other than outputs of L
 CONFIG_CODE_START = "StreamConfig("
 PARAGRAPH_COLUMNS = 120  # columns of a paragraph without a terminal
 MIN_UNQUANTIZED_BYTES = 1.9  # bytes of a parameter, above which it has not been quantized
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 MIN_TERMINAL_COLUMNS = 60  # minimal number of columns; narrower terminals get lines of this width
 # numbers of table columns to try for narrow terminals, without the column of limits
 COLUMNS_PER_PANE = (5, 4, 3, 2)
@@ -147,14 +148,20 @@ def _notes(profile: Profile) -> list[str]:
         sizes[group.name] = (frozen, stored, stored / max(1, frozen))
     no_parameters = (0, 0, 0.0)
     experts = sizes.get("expert", no_parameters)
-    if (
-        experts[2] > MIN_UNQUANTIZED_BYTES
-        and 0 < sizes.get("dense", no_parameters)[2] <= MIN_UNQUANTIZED_BYTES
-    ):
-        lines.append(
-            f"{_count(experts[0])} parameters of experts stay in {profile.dtype}, "
-            f"{experts[1] / GIB:.1f} GiB: bitsandbytes quantizes Linears, and these experts are none"
-        )
+    if experts[0] and 0 < sizes.get("dense", no_parameters)[2] <= MIN_UNQUANTIZED_BYTES:
+        if experts[2] > MIN_UNQUANTIZED_BYTES:
+            lines.append(
+                f"{_count(experts[0])} parameters of experts stay in {profile.dtype}, "
+                f"{experts[1] / GIB:.1f} GiB: bitsandbytes quantizes Linears, and these experts "
+                "are none"
+            )
+        else:
+            unpacked = experts[0] * DTYPE_BYTES[profile.dtype] / GIB
+            lines.append(
+                f"{_count(experts[0])} parameters of experts in 4 bits, by bitsandbytes' "
+                "replace_parameter_4bit (docs/how-to/small-cards-mixtures.md). load_in_4bit=True "
+                f"alone leaves them in {profile.dtype}, {unpacked:.1f} GiB"
+            )
     return lines
 
 

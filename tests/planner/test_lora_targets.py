@@ -104,6 +104,17 @@ def test_experts_that_stay_whole_are_told(counted):
         table = plan_table(plan_profile(profile, 4096, Memory(80 * GIB), Setting()), modules=False)
         words = "9.00M parameters of experts stay in bfloat16, 0.0 GiB: bitsandbytes quantizes"
         assert (words in table) == is_printed
+        assert "of experts in 4 bits" not in table
+
+
+def test_experts_in_4_bits_name_what_packs_them(counted):
+    dense = ParameterGroup("dense", 1_000_000, 600_000, 0, 0)
+    experts = ParameterGroup("expert", 9_000_000_000, 5_000_000_000, 0, 0)
+    profile = dataclasses.replace(counted, groups=(dense, experts))
+    table = plan_table(plan_profile(profile, 4096, Memory(80 * GIB), Setting()), modules=False)
+    text = " ".join(table.split())
+    assert "9.00B parameters of experts in 4 bits, by bitsandbytes' replace_parameter_4bit" in text
+    assert "load_in_4bit=True alone leaves them in bfloat16, 16.8 GiB" in text
 
 
 @pytest.fixture(scope="module")
