@@ -7,6 +7,7 @@ covers: admission/stacks.py
 from __future__ import annotations
 
 import pytest
+from torch import nn
 from transformers import (
     AlignTextConfig,
     AlignTextModel,
@@ -54,6 +55,8 @@ def test_a_decoder_deeper_than_its_encoder_is_named():
     text = BertConfig(**SIZES, vocab_size=99, is_decoder=True, add_cross_attention=True)
     config = VisionEncoderDecoderConfig.from_encoder_decoder_configs(vision, text)
     model = VisionEncoderDecoderModel(config)
+    if not any(isinstance(child, nn.ModuleList) for child in model.encoder.children()):
+        pytest.skip("this transformers has ViT's layers as deep as BERT's")
     with pytest.raises(UnsupportedModelError, match="BertModel: its layers lie deeper"):
         streambp.patch(model)
     tower_stacks = stacks.find_stacks(model, towers=True)

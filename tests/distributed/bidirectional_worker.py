@@ -107,9 +107,24 @@ MODEL_BUILDERS = {
 }
 
 
+LORA_TARGETS = {
+    "bert": ["query", "value"],
+    "modernbert": ["Wqkv", "Wo"],
+    "bart": ["q_proj", "v_proj", "fc1"],
+}
+
+
 def model_for(case, seed=0):
     seed_torch(seed)
-    return MODEL_BUILDERS[case["model"]]().train()
+    model = MODEL_BUILDERS[case["model"]]().train()
+    if not case.get("lora"):
+        return model
+    import peft
+
+    targets = LORA_TARGETS[case["model"]]
+    return peft.get_peft_model(
+        model, peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False)
+    )
 
 
 def main():

@@ -34,6 +34,11 @@ CASES = {
         {"model": "t5"},
         {"model": "t5", "engine": "fsdp", "one_chunk_on": 0},
     ],
+    "ddp, adapters": [
+        {"model": name, "engine": engine, "lora": True}
+        for name in ("bert", "modernbert", "bart")
+        for engine in ("ddp", "fsdp")
+    ],
     "ddp, towers": [
         {"model": "paligemma", "stream": TOWERS},
         {"model": "paligemma", "stream": TOWERS, "accumulation": 2, "eval": True},
@@ -49,6 +54,10 @@ CASES = {
         {"model": "bart", "stage": 3, "zero": NOTHING_CACHED},
         {"model": "t5", "stage": 3, "zero": NOTHING_CACHED},
         {"model": "bert", "stage": 2, "accumulation": 2},
+    ],
+    "deepspeed, adapters": [
+        {"model": name, "stage": 3, "zero": NOTHING_CACHED, "lora": True}
+        for name in ("bert", "modernbert", "bart")
     ],
     "deepspeed, towers": [
         {"model": "paligemma", "stream": TOWERS, "stage": 3, "zero": NOTHING_CACHED},
