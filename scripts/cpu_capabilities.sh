@@ -3,7 +3,8 @@
 # without vector units, for AVX2, and for this machine: no result depends on the CPU.
 #
 #   sh scripts/cpu_capabilities.sh              the fast tier, about a minute a capability
-#   sh scripts/cpu_capabilities.sh -m ""        each operation in turn, at chunks of 5, 23 and 45 tokens
+#   sh scripts/cpu_capabilities.sh -m ""        each operation in turn at one chunk of 23 tokens, and
+#                                               every seventh at chunks of 5, 23 and 45; hours
 set -eu
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python}

@@ -201,5 +201,6 @@ def test_stochastic_depth_of_a_vision_tower(rate):
             )
         for result, expected in zip(*results, strict=True):
             torch.testing.assert_close(result, expected, rtol=1e-9, atol=1e-12)
-    runs_whole = random_draws.REASON_DRAWS_FOR_ROWS in str(streambp.describe(ours))
-    assert runs_whole == (rate > 0)
+    # Older layers of DINOv2 take no mask, and run whole in any case.
+    paths = {layer.path for layer in streambp.describe(ours).layers}
+    assert rate == 0 or "streams" not in paths
