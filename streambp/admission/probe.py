@@ -350,21 +350,21 @@ def _draws_for_rows(
         with random.replay(), recorder:
             return _run(call, x, upstream, size)
 
-    unchunked = DrawRecorder()
-    run(unchunked)
-    sizes: list[list[int]] = []
-    if x.shape[-2] >= 2 * MIN_CHUNK_TOKENS:
-        chunked = DrawRecorder()
-        run(chunked, chunk_size)
-        plan = ChunkPlan(x.shape[-2], chunk_size).with_min_tokens(MIN_CHUNK_TOKENS)
-        count = max(1, len(chunked.sizes) // len(plan))
-        for start in range(0, len(chunked.sizes), count):
-            sizes.append(chunked.sizes[start : start + count])
-    fixed = draws_for_rows(unchunked.sizes, sizes)
     results: list[list[Tensor]] = []
-    if fixed:
-        for fraction in EXTREMES:
-            results.append(run(DrawRecorder(fixed, fraction)))
+    with randomize_zero_weights(call):  # a new adapter's result is 0, whatever it draws
+        unchunked, chunked = DrawRecorder(), DrawRecorder()
+        run(unchunked)
+        sizes: list[list[int]] = []
+        if x.shape[-2] >= 2 * MIN_CHUNK_TOKENS:
+            run(chunked, chunk_size)
+            plan = ChunkPlan(x.shape[-2], chunk_size).with_min_tokens(MIN_CHUNK_TOKENS)
+            count = max(1, len(chunked.sizes) // len(plan))
+            for start in range(0, len(chunked.sizes), count):
+                sizes.append(chunked.sizes[start : start + count])
+        fixed = draws_for_rows(unchunked.sizes, sizes)
+        if fixed:
+            for fraction in EXTREMES:
+                results.append(run(DrawRecorder(fixed, fraction)))
     state.rewind()
     return bool(fixed) and not all(map(torch.equal, *results))
 

@@ -148,6 +148,17 @@ def test_a_layer_that_draws_for_tokens_streams(draws):
     assert "streams" in text
 
 
+@pytest.mark.parametrize("rate", ["module_dropout", "rank_dropout"])
+@pytest.mark.parametrize("kind", ["LoKrConfig", "LoHaConfig"])
+def test_a_new_adapter_of_zeros(kind, rate):
+    peft = pytest.importorskip("peft", reason="adapters")
+    config = getattr(peft, kind)(r=4, target_modules=["q_proj", "up_proj"], **{rate: 0.5})
+    ours = patched(peft.get_peft_model(build("qwen3"), config).train())
+    ids = torch.randint(0, VOCABULARY, (2, LENGTH))
+    ours(input_ids=ids, labels=ids).loss.backward()
+    assert random_draws.REASON_DRAWS_FOR_ROWS in str(streambp.describe(ours))
+
+
 @pytest.mark.parametrize("length", [1, 2, 3, 4])
 def test_few_tokens(length):
     model = DRAWS_FOR_ROWS["a number for each row"]().train()
