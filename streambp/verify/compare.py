@@ -548,8 +548,7 @@ def _backward(
                 f"{type(model).__name__} returns no loss when labels are given. Pass a causal "
                 "language model (AutoModelForCausalLM)."
             )
-        # Counted in the loss's graph, because a model that silently runs unpatched would pass every
-        # comparison.
+        # In the loss's graph: a model that silently runs unpatched would pass every comparison.
         streamed_layers = sum(
             getattr(type(n), FUNCTION_OF_NODE, None) is StreamedLayer for n in nodes_behind([loss])
         )
@@ -574,24 +573,19 @@ def _run_streamed(
     """
     install(model, config)
     with torch.enable_grad():
-        # Layers are tried in their first call. The expert choices of those trials belong to no
-        # batch.
+        # Layers are tried in their first call, whose expert choices belong to no batch.
         model(**batch, use_cache=False)
     run = _run(model, batch, scale)
     described = describe(model)
     unpatch(model)
     layers = sum(layer.path == "streams" for layer in described.layers)
     if run.streamed_layers == 0:
-        reasons = dict.fromkeys(filter(None, map(operator.attrgetter("reason"), described.layers)))
-        if reasons:
-            cause = f"{'; '.join(reasons)}. Change what is named, or train without streambp."
-        else:
-            cause = (
-                "A config with output_attentions=True makes a model run unpatched: set it to False."
-            )
+        reasons = filter(None, map(operator.attrgetter("reason"), described.layers))
+        cause = "; ".join(dict.fromkeys(reasons))
         raise StreamBPError(
             f"None of {len(described.layers)} patched layers streamed, so there is nothing to "
-            f"judge. {cause}"
+            f"judge. {cause or 'output_attentions=True makes a model run unpatched'}. "
+            "Change what is named, or train without streambp."
         )
     notes = []
     for layer in described.layers:
