@@ -548,7 +548,7 @@ def _backward(
                 f"{type(model).__name__} returns no loss when labels are given. Pass a causal "
                 "language model (AutoModelForCausalLM)."
             )
-        # In the loss's graph: a model that silently runs unpatched would pass every comparison.
+        # Count nodes, because a model that silently runs unpatched passes every comparison.
         streamed_layers = sum(
             getattr(type(n), FUNCTION_OF_NODE, None) is StreamedLayer for n in nodes_behind([loss])
         )
@@ -573,7 +573,7 @@ def _run_streamed(
     """
     install(model, config)
     with torch.enable_grad():
-        # Layers are tried in their first call, whose expert choices belong to no batch.
+        # Try the layers here. The expert choices of the trials belong to no batch.
         model(**batch, use_cache=False)
     run = _run(model, batch, scale)
     described = describe(model)
