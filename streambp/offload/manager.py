@@ -374,7 +374,7 @@ class OffloadManager:
         """Return the host memory to the system, and discard the saved tensors of every forward
         whose backward has not run (see `abort`)."""
         self.abort()
-        self.arena, self.transfers = None, Transfers()
+        self.arena, self.transfers = None, Transfers(self.transfers.overflow_count)
 
 
 class HostTensors:

@@ -146,8 +146,8 @@ class Transfers:
         overflow_count: number of tensors that did not fit on the host.
     """
 
-    def __init__(self) -> None:
-        self.overflow_count = 0
+    def __init__(self, overflow_count: int = 0) -> None:
+        self.overflow_count = overflow_count
         self.engines: dict[torch.device, Engine] = {}
         self.bytes = {TO_HOST_QUEUE: 0.0, FROM_HOST_QUEUE: 0.0}
         self._in_flight: collections.deque[Departure] = collections.deque()

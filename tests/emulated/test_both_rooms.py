@@ -130,7 +130,7 @@ def test_a_host_without_room(on_host_full, device):
         gc.collect()
     else:
         assert are_equal(steps(), steps.expected[0])
-        assert manager.overflow_count > 0
+        assert manager.transfers.overflow_count > 0
     assert manager.host_bytes <= FEW_BYTES
     manager.close()
     manager.host_memory = None

@@ -273,11 +273,11 @@ def test_a_host_that_fills_up(on_host_full, device):
 
     manager.start = refusing
     assert are_equal(steps(), steps.expected[0])
-    assert manager.overflow_count > 0
+    assert manager.transfers.overflow_count > 0
     manager.close()
     manager.start = start
     assert are_equal(steps(), steps.expected[0])
-    assert manager.overflow_count > 0
+    assert manager.transfers.overflow_count > 0
 
 
 def stays_on_paper(patch):
