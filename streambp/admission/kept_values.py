@@ -576,9 +576,8 @@ class _StoredValuesTrial:
         prefix = causal_prefix(self.call, length)
         with torch.no_grad():
             ran = list(rehearse(self.call, self.x.detach(), chunks, Stage.FORWARD, prefix))
-        if (
-            self.graph and prefix.indexed.chunk_picks
-        ):  # indexers pick keys in the order of the sequence
+        # Indexers pick keys in the order of the sequence.
+        if self.graph and prefix.indexed.chunk_picks:
             self._run(Stage.RECOMPUTE, chunks, lambda ended: ended)
         elif self.graph:
             prefix.overwritten = True  # as in `_run`

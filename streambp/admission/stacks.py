@@ -62,8 +62,6 @@ from streambp.source import written_forward
 
 # names in the forward of a module that attends itself
 ATTENTION_NAMES = frozenset((ATTENTION_TABLE, UPDATE_METHOD))
-
-
 TRANSFORMERS_PREFIX = "transformers."  # start of the names of all its modules
 
 

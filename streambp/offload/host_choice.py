@@ -82,7 +82,7 @@ class ForwardState:
 
     Attributes:
         is_begun: True if the forward has begun, and none of its layers has called yet.
-        chunk_sizes: dict from (rows, tokens of each row) to the chosen tokens of a chunk.
+        chunk_sizes: dict from (rows, tokens of each row) to a chunk's positions in each row.
         host_shape: size of the micro-batch for which the policy has decided whether tensors move to
             the host; None: it has not decided.
         batch: tensors that the layers save in the running micro-batch.

@@ -32,6 +32,7 @@ NAMED_SAVES = ("attn_out", "kv", GRAPH)  # saved tensors other than outputs of L
 CONFIG_CODE_START = "StreamConfig("
 PARAGRAPH_COLUMNS = 120  # columns of a paragraph without a terminal
 MIN_UNQUANTIZED_BYTES = 1.9  # bytes of a parameter, above which it has not been quantized
+MAX_PACKED_BYTES = 0.75  # bytes of a parameter in 4 bits and its scales, at most
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 MIN_TERMINAL_COLUMNS = 60  # minimal number of columns; narrower terminals get lines of this width
 # numbers of table columns to try for narrow terminals, without the column of limits
@@ -155,8 +156,8 @@ def _notes(profile: Profile) -> list[str]:
                 f"{experts[1] / GIB:.1f} GiB: bitsandbytes quantizes Linears, and these experts "
                 "are none"
             )
-        else:
-            unpacked = experts[0] * DTYPE_BYTES[profile.dtype] / GIB
+        elif experts[2] <= MAX_PACKED_BYTES:
+            unpacked = experts[0] * DTYPE_BYTES.get(profile.dtype, 2) / GIB
             lines.append(
                 f"{_count(experts[0])} parameters of experts in 4 bits, by bitsandbytes' "
                 "replace_parameter_4bit (docs/how-to/small-cards-mixtures.md). load_in_4bit=True "

@@ -7,6 +7,7 @@ covers: admission/random_draws.py, admission/probe.py
 from __future__ import annotations
 
 import copy
+import time
 
 import pytest
 import torch
@@ -157,6 +158,29 @@ def test_a_new_adapter_of_zeros(kind, rate):
     ids = torch.randint(0, VOCABULARY, (2, LENGTH))
     ours(input_ids=ids, labels=ids).loss.backward()
     assert random_draws.REASON_DRAWS_FOR_ROWS in str(streambp.describe(ours))
+
+
+class Unordered(nn.Module):
+    """Rounds otherwise in each run, as sums of atomic additions on a GPU do."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, hidden_states):
+        return self.inner(hidden_states) * (1 + 1e-7 * (time.perf_counter_ns() % 7))
+
+
+@pytest.mark.parametrize(("rate", "streams"), [(0.0, True), (0.5, False)])
+def test_kernels_that_round_otherwise_in_each_run(rate, streams):
+    model = adapted("LoKrConfig", r=4, module_dropout=rate)
+    for layer in model.base_model.model.model.layers:
+        layer.mlp = Unordered(layer.mlp)
+    ours = patched(model.train())
+    ids = torch.randint(0, VOCABULARY, (2, LENGTH))
+    ours(input_ids=ids, labels=ids).loss.backward()
+    reason = random_draws.REASON_DRAWS_FOR_ROWS
+    assert (reason not in str(streambp.describe(ours))) == streams
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 4])

@@ -115,6 +115,10 @@ def test_experts_in_4_bits_name_what_packs_them(counted):
     text = " ".join(table.split())
     assert "9.00B parameters of experts in 4 bits, by bitsandbytes' replace_parameter_4bit" in text
     assert "load_in_4bit=True alone leaves them in bfloat16, 16.8 GiB" in text
+    experts_in_8_bits = dataclasses.replace(experts, bytes=9_000_000_000)
+    profile = dataclasses.replace(counted, groups=(dense, experts_in_8_bits))
+    table = plan_table(plan_profile(profile, 4096, Memory(80 * GIB), Setting()), modules=False)
+    assert "of experts" not in table
 
 
 @pytest.fixture(scope="module")
