@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import CheckpointError, checkpoint
+from torch.utils.checkpoint import CheckpointError
 
 from streambp.admission import kept_values
 from streambp.admission.generators import generator_states, generators_of, set_generators
 from streambp.attention.masks import LazyMask
 from streambp.cache_arguments import without_caches
+from streambp.checkpoints import checkpoint_function
 from streambp.chunks import Chunk
 from streambp.distributed.engines import (
     JoinGradients,
@@ -86,13 +87,8 @@ def run_unchunked(layer_state: LayerState, args: Any, kwargs: Any, report: CallR
         if not torch.is_grad_enabled():
             return run(*args, **kwargs)
         # Recompute to the end, so that the output can be compared. [Note: witness]
-        return checkpoint(
-            CheckpointedForward(layer_state, run, args, kwargs),
-            *args,
-            use_reentrant=False,
-            early_stop=False,
-            **kwargs,
-        )
+        forward = CheckpointedForward(layer_state, run, args, kwargs)
+        return checkpoint_function(forward, *args, early_stop=False, **kwargs)
     except (AttributeError, TypeError) as error:
         if LazyMask.__name__ not in str(error):
             raise

@@ -17,7 +17,7 @@ TREES = ("streambp", "paper_repro", "examples", "scripts", "tests")
 # What every folder may import: modules at the top that import nothing but each other.
 BASE_MODULES = (
     "known_names", "errors", "fields", "reporting", "device", "accumulate", "config", "chunks", "cache", "cache_arguments",
-    "source", "instance_forward", "foreign", "libraries", "rates", "arguments", "tensors", "progress",
+    "source", "instance_forward", "foreign", "libraries", "rates", "arguments", "tensors", "progress", "checkpoints",
 )  # fmt: skip
 # From the ground up: each folder, and the folders below it that it may import.
 FOLDERS = {

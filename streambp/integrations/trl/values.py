@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
+from streambp.checkpoints import checkpoint_function
 from streambp.head.blocks import token_blocks
 from streambp.head.log_probs import TokenLogProbs
 from streambp.head.recipe import HeadRequest
@@ -41,10 +41,7 @@ def blockwise_values(hidden_states: Tensor, norm: nn.Module | None, head: nn.Mod
         return result.to(torch.promote_types(result.dtype, torch.float32))
 
     flat = hidden_states.reshape(-1, hidden_states.shape[-1])
-    parts = [
-        checkpoint(values, flat[block], use_reentrant=False)
-        for block in token_blocks(flat.shape[0])
-    ]
+    parts = [checkpoint_function(values, flat[block]) for block in token_blocks(flat.shape[0])]
     return torch.cat(parts).view(hidden_states.shape[:-1])
 
 
