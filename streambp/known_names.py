@@ -103,6 +103,8 @@ DEPRECATION_MODULE = "transformers.utils.deprecation"
 MASK_MAKERS = ("create_causal_mask", "create_bidirectional_mask")
 # names in the code of encoders, whose mask hides nothing but padding
 BIDIRECTIONAL_MASKS = (MASK_MAKERS[1], "extended_attention_mask")
+# method of older models that makes a causal mask for a decoder, and else a bidirectional one
+EITHER_MASK = "get_extended_attention_mask"
 # attention arguments that change values, and are refused
 FOREIGN_ARGUMENTS = ("block_indices",)
 POSITION_BIAS = "position_bias"  # T5: attention argument [1 or B, H, S, T], added to the scores

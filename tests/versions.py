@@ -122,3 +122,31 @@ TRAINER_DIVIDES_TWICE = '["num_steps"] = 1' not in inspect.getsource(
 SUM_WITHOUT_DATA = (
     torch.ops.aten.addmm.dtype_out if HAS_ADDMM_DTYPE else torch.ops.aten.addmm_.default
 )
+
+
+def _differentiates_edges_of_functions():
+    """True if `torch.autograd.grad` takes the graph's edge to an autograd Function whose output is
+    deleted, as a schedule does."""
+    leaf = torch.ones(1, requires_grad=True)
+    edge = torch.autograd.graph.GradientEdge(_Copy.apply(leaf).grad_fn, 0)
+    try:
+        torch.autograd.grad([edge], [leaf], [torch.ones(1)])
+    except RuntimeError:
+        return False
+    return True
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor):
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+needs_edges_of_functions = pytest.mark.skipif(
+    not _differentiates_edges_of_functions(),
+    reason="before torch 2.12 a zero-bubble schedule's second backward takes no autograd Function at all",
+)

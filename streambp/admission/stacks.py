@@ -37,6 +37,7 @@ from streambp.known_names import (
     BIAS_TABLE,
     BIDIRECTIONAL_MASKS,
     COMPILED_MODULE_ATTRIBUTE,
+    EITHER_MASK,
     FSDP1,
     INDEX_HEADS,
     INDEX_TOPK,
@@ -515,6 +516,8 @@ def _why_mask_differs(backbone: PreTrainedModel, layers: tuple[nn.Module, ...]) 
         if any(hasattr(attention, "is_causal") for attention in _attentions(layer)):
             return None
     names = _names_in_methods(backbone)
+    if getattr(backbone.config, "is_decoder", False) and EITHER_MASK in names:
+        return None
     if any("causal" in name for name in names) or names.isdisjoint(BIDIRECTIONAL_MASKS):
         return None
     return (
@@ -578,7 +581,8 @@ def _reads_ahead(layers: tuple[nn.Module, ...]) -> bool:
 def _reads_text(backbone: PreTrainedModel) -> bool:
     """True if a stack's model gets token ids, and no pixels or audio. A bidirectional stack is
     chunked only then, and only in a model without causal stacks."""
-    return backbone.main_input_name == "input_ids"
+    # Parts of older vision models have the main_input_name of text.
+    return backbone.main_input_name == "input_ids" and not is_tower(backbone)
 
 
 def is_tower(backbone: PreTrainedModel) -> bool:

@@ -24,6 +24,7 @@ from tests.distributed.test_pipeline_parallel import (
 )
 from tests.families import build, make_batch
 from tests.seeds import seeded
+from tests.versions import needs_edges_of_functions
 
 PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "distributed.md"
 
@@ -93,6 +94,7 @@ def message(stage="no loss", trained="all"):
 CASES = [*((stage, "all") for stage in STAGES), *((name, "head alone") for name in [*STAGES][:-1])]
 
 
+@needs_edges_of_functions
 @pytest.mark.fast(3)
 @pytest.mark.parametrize(("stage", "trained"), CASES)
 def test_each_stage_names_them(stage, trained, float64_oracle):
@@ -172,7 +174,15 @@ MUTANTS = {
 }
 
 
-@pytest.mark.parametrize("mutant", MUTANTS)
+NEED_EDGES = ("silent in the loss", "silent in logits", "no zero")
+
+
+def mutants():
+    for name in MUTANTS:
+        yield pytest.param(name, marks=[needs_edges_of_functions] if name in NEED_EDGES else [])
+
+
+@pytest.mark.parametrize("mutant", list(mutants()))
 def test_mutant(mutant, monkeypatch):
     spoil, run = MUTANTS[mutant]
     spoil(monkeypatch)

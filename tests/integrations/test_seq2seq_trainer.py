@@ -123,7 +123,7 @@ MODEL_BUILDERS = {
 LAYERS = {"t5": 6}
 TOWERS = {
     "bart": "left as it is: BartEncoder", "whisper": "left as it is: WhisperEncoder",
-    "paligemma": "left as it is: SiglipVisionModel",
+    "paligemma": "left as it is: SiglipVision",
 }  # fmt: skip
 DATA = {"bart": texts, "t5": texts, "whisper": sounds, "paligemma": images}
 FORMS = {

@@ -75,6 +75,7 @@ def t5gemma():
     }  # fmt: skip
     decoder = {**part, "cross_attention_hidden_size": 32}
     config = T5GemmaConfig(encoder=part, decoder=decoder, vocab_size=64, dropout_rate=0.0)
+    config._attn_implementation = "eager"  # transformers 5.5's sdpa would ignore the softcap
     return T5GemmaForConditionalGeneration(config)
 
 

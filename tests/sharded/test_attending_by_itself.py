@@ -142,6 +142,7 @@ def test_an_encoder_beside_a_decoder_stays_as_it_is(in_halves):
     )
     described = str(streambp.describe(streambp.patch(model, streambp.StreamConfig())))
     assert "its attention is bidirectional (an encoder or a tower)" in described
+    assert "decoder.bert.encoder.layer.0" in described
 
 
 class ForgetsKeys(ChunkwiseKeys):

@@ -6,6 +6,7 @@ covers: admission/stacks.py, attention/kinds.py, model/patching.py, model/wrappe
 from __future__ import annotations
 
 import copy
+import re
 
 import pytest
 import torch
@@ -32,6 +33,10 @@ from transformers import (
     WhisperForConditionalGeneration,
 )
 from transformers.masking_utils import causal_mask_function
+from transformers.models.idefics3.modeling_idefics3 import (
+    Idefics3VisionConfig,
+    Idefics3VisionTransformer,
+)
 
 import streambp
 from streambp.admission import stacks
@@ -273,13 +278,26 @@ def test_a_tower_alone_is_refused_with_the_settings_name():
         streambp.patch(model)
 
 
+def test_a_tower_with_the_main_input_name_of_text_is_refused():
+    config = Idefics3VisionConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        image_size=32, patch_size=8,
+    )  # fmt: skip
+    model = Idefics3VisionTransformer(config)
+    assert model.main_input_name == "input_ids"
+    with pytest.raises(UnsupportedModelError, match="towers=True"):
+        streambp.patch(model)
+
+
 def freeze_tower(model):
     model.model.vision_tower.requires_grad_(False)
 
 
 def test_a_frozen_tower_stays_as_it_is(in_halves):
     described = check(llava, change=freeze_tower)
-    assert "left as it is: CLIPVisionModel: none of its parameters is trained" in str(described)
+    # The older name is CLIPVisionTransformer.
+    reason = r"left as it is: CLIPVision\w+: none of its parameters is trained"
+    assert re.search(reason, str(described))
     assert [layer.kind for layer in described.layers] == ["LlamaDecoderLayer"] * 2
     assert not in_halves
 
