@@ -16,7 +16,12 @@ from typing import Any
 
 from scripts.reference import FAMILIES
 from scripts.reference import families as number_of_families
-from tests.distributed import test_context_parallel, test_engines, test_split_sequences
+from tests.distributed import (
+    test_bidirectional_engines,
+    test_context_parallel,
+    test_engines,
+    test_split_sequences,
+)
 from tests.distributed.split_worker import DEFAULT_FAMILY
 from tests.model import test_kernels_cover
 
@@ -33,8 +38,9 @@ yet ([benchmarks](../explanation/benchmarks.md)). "full" is training of all para
 """
 SOURCES = """
 The table is made from the parameters of tests by `python -m scripts.support_matrix`: `tests/model/test_families.py` (one
-device), `test_engines.py`, `test_split_sequences.py` (Ulysses) and `test_context_parallel.py` in `tests/distributed`,
-and `tests/model/test_kernels_cover.py` (kernels, and LoRA on one device).
+device), `test_engines.py`, `test_bidirectional_engines.py` (encoders, encoder-decoders, prefixes),
+`test_split_sequences.py` (Ulysses) and `test_context_parallel.py` in `tests/distributed`, and
+`tests/model/test_kernels_cover.py` (kernels, and LoRA on one device).
 """
 
 
@@ -49,12 +55,27 @@ def trainings_of_engine(engine: str) -> dict[str, set[str]]:
         trainings[family] = {"full"}
         if family == test_engines.ADAPTED_HYBRID:
             trainings[family].add("LoRA")
+    for case in bidirectional_cases(engine):
+        training = "LoRA" if case.get("lora") else "full"
+        trainings.setdefault(case["model"], set()).add(training)
     return trainings
+
+
+def bidirectional_cases(engine: str) -> list[dict[str, Any]]:
+    """Return the cases of encoders, encoder-decoders and towers under an engine."""
+    cases = []
+    for launcher, listed in test_bidirectional_engines.CASES.items():
+        default = launcher.partition(",")[0]
+        cases += [case for case in listed if case.get("engine", default) == engine]
+    return cases
 
 
 def stages(family: str) -> str:
     """Return the stages of ZeRO that a family was trained with, such as " (1, 2, 3)"."""
-    if family in test_engines.MODELS:
+    bidirectional = [case for case in bidirectional_cases("deepspeed") if case["model"] == family]
+    if bidirectional:
+        cases = bidirectional
+    elif family in test_engines.MODELS:
         cases = test_engines.MATRIX["deepspeed"]
     else:
         cases = test_engines.RECURRENT_CASES["deepspeed"]
