@@ -81,6 +81,7 @@ from streambp.known_names import (
     MODULE_TABLES,
     MODULES_ARE_HARMLESS,
     OBJECTS_ARE_KNOWN,
+    PYTEST,
 )
 from streambp.layer.side_effects import Buffers
 
@@ -106,7 +107,7 @@ BUFFER_TABLE = MODULE_TABLES[1]
 # standard modules whose objects store a program's values
 FOLLOWED_MODULES = ("collections", "types", "weakref", "queue", "functools", "contextlib")
 KNOWN_MODULES = frozenset(
-    (*MODULES_ARE_HARMLESS, *OBJECTS_ARE_KNOWN, "numpy", *sys.stdlib_module_names)
+    (*MODULES_ARE_HARMLESS, *OBJECTS_ARE_KNOWN, PYTEST, "numpy", *sys.stdlib_module_names)
 ).difference(FOLLOWED_MODULES)
 MAX_FOLLOWED_VALUES = 10_000  # values that are followed
 MAX_COPIED_ELEMENTS = 2**22  # elements, over all tensors, that are copied beforehand

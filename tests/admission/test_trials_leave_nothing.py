@@ -27,6 +27,7 @@ import streambp
 from streambp.admission import entry, kept_values, snapshot
 from streambp.admission.snapshot import Snapshot, StateRestorer
 from streambp.errors import BackwardError, UnsupportedModelError
+from streambp.known_names import PYTEST
 from streambp.planner import estimate, skeleton
 from tests.families import build, make_batch
 from tests.oracle import MAX_FLOAT64_ERROR, worst_error
@@ -787,9 +788,16 @@ class Run:
         return next(self.factors)
 
     def scan(self, module, args, output):
-        # an assert would name pytest's own objects, and what is reachable from them
         if not output.isfinite().all():
             raise ValueError("not finite")
+
+    def check(self, module, args, output):
+        REWRITTEN.session.config  # noqa: B018
+
+
+# What pytest makes of an `assert`: a global that leads to its session, where iterators wait.
+REWRITTEN = types.ModuleType("_pytest.assertion.rewrite")
+REWRITTEN.session = types.SimpleNamespace(config=functools.partial(next, iter([1])))
 
 
 @pytest.mark.parametrize(("method", "path"), [("scan", "streams"), ("scale", "checkpoints")])
@@ -817,6 +825,14 @@ def test_iterators_of_a_hooks_object_count_where_the_hook_reads_them(method, pat
         assert "batches" not in layers[0].reason
 
 
+def test_an_assert_in_a_hook_leaves_layers_streaming():
+    """Nobody's forward advances the iterators of the session that runs the test."""
+    model = make_model(lambda layer: layer.mlp.register_forward_hook(Run().check))
+    ours = streambp.patch(model, CONFIG)
+    results(ours, SITUATIONS["first call"][:1])
+    assert {layer.path for layer in streambp.describe(ours).layers} == {"streams"}
+
+
 def test_parameters_without_shapes_are_refused():
     model = make_model(lambda layer: setattr(layer, "mlp", nn.LazyLinear(32)))
     with pytest.raises(UnsupportedModelError, match=r"Call the model on one batch"):
@@ -838,6 +854,7 @@ def test_parameters_without_shapes_are_refused():
         ("rewind", test_the_first_call_runs_whole_by_name),
         ("kept values", lambda: test_a_value_of_the_first_batch("new module", "first call")),
         ("iterators", lambda: test_a_value_of_the_first_batch("generator", "first call")),
+        ("asserts", test_an_assert_in_a_hook_leaves_layers_streaming),
         ("types", lambda: test_a_value_of_the_first_batch("new class", "first call")),
         ("planner", lambda: test_a_count_without_data_leaves_nothing("class")),
         (
@@ -860,6 +877,8 @@ def test_mutants_turn_these_red(mutant, test, monkeypatch):
         monkeypatch.setattr(kept_values, "trial_context", lambda _: untouched)
     elif mutant == "iterators":
         monkeypatch.setattr("streambp.admission.entry.why_untestable", lambda _: None)
+    elif mutant == "asserts":
+        monkeypatch.setattr(snapshot, "KNOWN_MODULES", snapshot.KNOWN_MODULES - {PYTEST})
     elif mutant == "types":
         monkeypatch.setattr(snapshot, "TYPE", snapshot.TYPE._replace(refill=lambda *_: None))
     elif mutant == "planner":
