@@ -3,8 +3,9 @@
 # without vector units, for AVX2, and for this machine: no result depends on the CPU.
 #
 #   sh scripts/cpu_capabilities.sh              the fast tier, about a minute a capability
-#   sh scripts/cpu_capabilities.sh -m ""        each operation in turn at one chunk of 23 tokens, and
-#                                               every seventh at chunks of 5, 23 and 45; hours
+#   sh scripts/cpu_capabilities.sh -m "" -n 2   each operation that takes memory at one chunk of 23
+#                                               tokens, and a part of them at chunks of 5, 23 and 45;
+#                                               about ten minutes a capability on two cores
 set -eu
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python}
