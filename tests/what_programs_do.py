@@ -1652,9 +1652,9 @@ def _(t: Trial) -> None:
 
 @program(DURING_STEP, "computes a loss of its own from logits of a call with labels")
 def _(t: Trial) -> None:
-    t.patch(lazy_logits=True)
+    t.patch()
     t.clear()
-    logits = t.model(**t.batch, use_cache=False).logits[:, :-1]
+    logits = t.model(**t.batch, use_cache=False).get("logits")[:, :-1]
     nn.functional.cross_entropy(logits.flatten(0, 1), t.batch["labels"][:, 1:].flatten()).backward()
 
 

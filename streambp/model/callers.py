@@ -1,14 +1,15 @@
 """Detect, or warn, callers that read the logits of a call with labels, whose logits are None.
 
 Most callers read the loss alone and test `logits is None`, as other libraries' fused losses
-require. Three callers do not test. peft's CPT computes a loss of its own from the logits, and so
-does a method `compute_loss` that a program writes for HF Trainer. HF Trainer passes logits to
-`compute_metrics` or returns them from `predict`. The arguments of a call do not show which caller
-it has. The running Python frames are therefore inspected, and all three callers get logits.
+require. Four callers do not test. peft's CPT computes a loss of its own from the logits. So does a
+method `compute_loss` that a program writes for HF Trainer, and a function that calls the model and
+names the logits in its code. HF Trainer passes logits to `compute_metrics` or returns them from
+`predict`. The arguments of a call do not show which caller it has. The running Python frames are
+therefore inspected, and all four callers get logits.
 
 Any other program that continues with None fails at its next line with an uninformative Python
-error. Reading the field by name therefore warns first, once for each place in the code; reads by
-libraries do not warn.
+error. Examples are programs that hand the output on to another function. Reading the field by name
+therefore warns first, once for each place in the code; reads by libraries do not warn.
 """
 
 from __future__ import annotations
@@ -25,6 +26,18 @@ from streambp.known_names import CPT_FORWARD, PREDICTION, TRAINERS_LOSS
 
 # their own trainers read the loss alone, or request logits
 TRAINER_LIBRARIES = ("transformers", "trl", "streambp")
+LOGITS_KEY = "logits"
+LIBRARIES_TESTING_NONE = (
+    "transformers",
+    "accelerate",
+    "trl",
+    "peft",
+    "torch",
+    "deepspeed",
+    "streambp",
+    "contextlib",
+)
+MODULE_METHODS = ("forward", "__call__")  # methods that hand on what the model returns
 MAX_FRAMES = 24  # maximal number of frames between a model's forward and its caller
 
 
@@ -62,6 +75,24 @@ def _overrides(frame: FrameType) -> bool:
     return False
 
 
+def caller_names_logits() -> bool:
+    """True if the code that calls the model names `logits`, for example as in
+    `model(**batch).logits`. Such a caller gets lazy logits even if labels are passed.
+
+    The caller is the innermost running function outside of torch, transformers and similar
+    libraries. If it is a module's `forward`, the next such function counts as well.
+    """
+    for frame in _stack_frames():
+        if str(frame.f_globals.get("__name__")).partition(".")[0] in LIBRARIES_TESTING_NONE:
+            continue
+        code = frame.f_code
+        if LOGITS_KEY in (*code.co_names, *code.co_varnames, *code.co_consts):
+            return True
+        if code.co_name not in MODULE_METHODS:
+            return False
+    return False
+
+
 def wants_predictions() -> bool:
     """True if the running call is an evaluation by a Trainer that collects the logits, for
     `compute_metrics` or to return them as predictions. Such a call gets logits even if labels are
@@ -81,16 +112,6 @@ def _stack_frames() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-LOGITS_KEY = "logits"
-LIBRARIES_TESTING_NONE = (
-    "transformers",
-    "accelerate",
-    "trl",
-    "peft",
-    "torch",
-    "deepspeed",
-    "streambp",
-)
 NO_LOGITS_REMEDY = (
     "the loss was computed without them, because labels were passed. Set "
     "StreamConfig(lazy_logits=True) to compute logits at their first use (in eval mode "

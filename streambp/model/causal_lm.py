@@ -34,6 +34,7 @@ from streambp.lazy.dispatch import lazy_logits
 from streambp.lazy.lazy_hidden import LazyHidden
 from streambp.model.callers import (
     LOGITS_KEY,
+    caller_names_logits,
     computes_its_own_loss,
     wants_predictions,
     without_logits,
@@ -369,7 +370,9 @@ class CausalLMForward(InstanceForward):
         config = self.state.config
         if not config.head:
             return False
-        caller_needs_logits = kwargs.get("labels") is not None and computes_its_own_loss()
+        caller_needs_logits = kwargs.get("labels") is not None and (
+            computes_its_own_loss() or caller_names_logits()
+        )
         if not (caller_needs_logits or config.lazy_logits):
             return False
         if self.third_party_forward is not None or has_cache(kwargs):

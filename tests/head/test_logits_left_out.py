@@ -18,6 +18,7 @@ import streambp
 from streambp.errors import StreamBPError
 from streambp.model import callers, causal_lm
 from tests.families import VOCABULARY, build, make_batch
+from tests.oracle import MAX_FLOAT64_ERROR, worst_error
 from tests.seeds import seed_torch, seeded
 
 SETTING_TEXT = "lazy_logits=True"
@@ -100,19 +101,22 @@ class Rows(torch.utils.data.Dataset):
 
 class OwnLoss(transformers.Trainer):
     """As transformers' own pages show it: labels stay in the call, and logits are read by their
-    name."""
+    name. A function beside the class reads them."""
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        labels = inputs.get("labels")
         outputs = model(**inputs)
-        logits = outputs.get("logits")
-        shifted, targets = logits[:, :-1].contiguous(), labels[:, 1:]
-        token_losses = nn.functional.cross_entropy(
-            shifted.view(-1, shifted.shape[-1]), targets.reshape(-1), reduction="none"
-        )
-        weights = torch.linspace(0.5, 2, len(token_losses))
-        loss = (token_losses * weights).sum() / (targets != -100).sum()
+        loss = weighted_loss(outputs, inputs["labels"])
         return (loss, outputs) if return_outputs else loss
+
+
+def weighted_loss(outputs, labels):
+    logits = outputs.get("logits")
+    shifted, targets = logits[:, :-1].contiguous(), labels[:, 1:]
+    token_losses = nn.functional.cross_entropy(
+        shifted.view(-1, shifted.shape[-1]), targets.reshape(-1), reduction="none"
+    )
+    weights = torch.linspace(0.5, 2, len(token_losses))
+    return (token_losses * weights).sum() / (targets != -100).sum()
 
 
 class Reading(OwnLoss):
@@ -149,6 +153,81 @@ def test_a_trainers_own_loss(kind, loss_only, tmp_path, float64_oracle):
     assert abs(loss - expected_loss) <= 1e-9 * abs(expected_loss)
     for name, value in expected.items():
         torch.testing.assert_close(our_parameters[name], value, rtol=1e-8, atol=1e-10)
+
+
+class Handing(nn.Module):
+    """A program's module around the model, whose caller reads the logits."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, **batch):
+        return self.inner(**batch, use_cache=False)
+
+
+def by_get(model, batch):
+    return model(**batch, use_cache=False).get("logits")
+
+
+def by_attribute(model, batch):
+    outputs = model(**batch, use_cache=False)
+    return outputs.logits
+
+
+def by_key(model, batch):
+    return model(**batch, use_cache=False)["logits"]
+
+
+def by_place(model, batch):
+    loss, logits = model(**batch, use_cache=False).to_tuple()[:2]
+    assert loss.isfinite()
+    return logits
+
+
+def around_the_model(model, batch):
+    return Handing(model)(**batch).logits
+
+
+READERS = (by_get, by_attribute, by_key, by_place, around_the_model)
+
+
+def results_of(model, read, trains):
+    """Loss and gradients of a loss that a program computes beside the model's own."""
+    batch = make_batch("plain")
+    model.train(trains).zero_grad(set_to_none=True)
+    with torch.set_grad_enabled(trains):
+        shifted = read(model, batch)[:, :-1]
+        loss = nn.functional.cross_entropy(shifted.flatten(0, 1), batch["labels"][:, 1:].flatten())
+        loss = loss + 1e-2 * shifted.logsumexp(-1).square().mean()
+    if trains:
+        loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {"loss": loss.detach(), **gradients}
+
+
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("read", READERS, ids=lambda read: read.__name__)
+def test_a_loops_own_loss(read, trains, float64_oracle):
+    """With labels left in the call, and the defaults."""
+    expected = results_of(build("llama", torch.float64), read, trains)
+    ours = streambp.patch(build("llama", torch.float64), streambp.StreamConfig(chunk_size=5))
+    assert worst_error(results_of(ours, read, trains), expected) <= MAX_FLOAT64_ERROR
+    ours(**make_batch("plain"), use_cache=False).loss.backward()
+    assert worst_error(results_of(ours, read, trains), expected) <= MAX_FLOAT64_ERROR
+    assert {layer.path for layer in streambp.describe(ours).layers} == {"streams"}
+
+
+def test_the_mutant_that_reads_no_code(monkeypatch, float64_oracle):
+    monkeypatch.setattr(causal_lm, "caller_names_logits", lambda: False)
+    with pytest.raises(TypeError, match="NoneType"), pytest.warns(UserWarning, match=SETTING_TEXT):
+        test_a_loops_own_loss(by_get, True, float64_oracle)
+
+
+def test_the_mutant_that_reads_the_next_caller_alone(monkeypatch, float64_oracle):
+    monkeypatch.setattr(callers, "MODULE_METHODS", ())
+    with pytest.raises(TypeError, match="NoneType"), pytest.warns(UserWarning, match=SETTING_TEXT):
+        test_a_loops_own_loss(around_the_model, True, float64_oracle)
 
 
 def test_the_mutant_that_asks_nobody(tmp_path, monkeypatch, float64_oracle):
