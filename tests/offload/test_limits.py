@@ -309,8 +309,10 @@ def scan(chunk_size, length, headroom, stride):
     pair.forget()
     pair.step(full_device := Device(limit), **batch)
     places = sorted(full_device.places)[draw.randrange(stride) :: stride]
-    pair.step(Device(limit, fails_at=full_device.operations // 2), **batch)
-    pair.step(later_device := Device(limit), **batch)
+    middle = full_device.operations // 2
+    ended += exact_or_without_memory(pair, expected, Device(limit, fails_at=middle), batch)
+    later_device = Device(limit)
+    ended += exact_or_without_memory(pair, expected, later_device, batch)
     later_places = draw.sample(sorted(later_device.places), len(later_device.places))
     for at, later in zip(places, itertools.cycle(later_places), strict=False):
         pair.forget()
@@ -325,7 +327,7 @@ def scan(chunk_size, length, headroom, stride):
     [
         *thinned(
             [(LENGTH, LENGTH, headroom, 1) for headroom in FREE_BYTES]
-            + [(5, LENGTH, headroom, 5) for headroom in FREE_BYTES]
+            + [(5, LENGTH, headroom, 10) for headroom in FREE_BYTES]
             + [(LENGTH, 2 * LENGTH - 1, headroom, 4) for headroom in FREE_BYTES]
             + [(2 * LENGTH - 1, 2 * LENGTH - 1, headroom, 2) for headroom in FREE_BYTES],
             lambda *_: False,
