@@ -16,12 +16,14 @@ import dataclasses
 import io
 import pickle
 import random
+import tempfile
 import threading
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import transformers
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from torch import Tensor, nn
@@ -36,7 +38,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
 import streambp
+import streambp.head
 from streambp.integrations import optimizer_in_backward
+from streambp.layer import call
+from streambp.model import compiled_regions
 from tests import zoo
 from tests.families import LENGTH, build, make_batch
 from tests.oracle import MAX_FLOAT64_ERROR, worst_error
@@ -1799,4 +1804,131 @@ def _(t: Trial) -> None:
     t.model.model.layers[1] = t.model.model.layers[0]
     t.patch()
     t.step()
+    t.step()
+
+
+# Errors that name the argument, and what describe says.
+
+
+@program(DURING_STEP, "passes a mask of three dimensions, [B, T, T]")
+def _(t: Trial) -> None:
+    t.patch()
+    mask = torch.ones(len(t.batch["input_ids"]), LENGTH, LENGTH, dtype=torch.bool).tril()
+    t.model(**t.batch, attention_mask=mask, use_cache=False)
+
+
+@program(BETWEEN_STEPS, "passes labels of another shape to `token_log_probs`, and goes on")
+def _(t: Trial) -> None:
+    t.patch()
+    t.step()
+    if t.streamed:
+        hidden, weight, message = torch.randn(2, LENGTH, 32), torch.randn(64, 32), ""
+        try:
+            streambp.head.token_log_probs(hidden, weight, t.batch["labels"][:, 1:])
+        except streambp.StreamBPError as error:
+            message = str(error)
+        assert message.startswith("labels ")
+    t.step()
+
+
+@program(BETWEEN_STEPS, 'takes compiled norms off (`kernels="compiled"`), and patches anew')
+def _(t: Trial) -> None:
+    backend, compiled_regions.BACKEND = compiled_regions.BACKEND, "eager"  # without a compiler
+    try:
+        t.patch(kernels="compiled")
+        t.step()
+    finally:
+        compiled_regions.BACKEND = backend
+    if t.streamed:
+        streambp.unpatch(t.model)
+    t.patch()
+    t.step()
+    marks = [name for p in t.model.parameters() for name in vars(p) if "dynamo" in name]
+    assert not marks
+
+
+@program(DURING_STEP, "trains layers with states, whose last chunk is longer than asked for")
+def _(t: Trial) -> None:
+    t.model = zoo.build("lfm2", torch.float64)
+    t.patch()
+    t.clear()
+    t.forward(5 * CHUNK + 1).backward()
+    if t.streamed:
+        text = str(streambp.describe(t.model))
+        assert call.REASON_LONG_CHUNK_STATES.format(2) in text
+        assert call.REASON_LONG_CHUNK_MASK not in text
+
+
+@program(DURING_STEP, "calls a decoder layer from a module of its own")
+def _(t: Trial) -> None:
+    t.patch()
+    x = torch.randn(2, LENGTH, 32, dtype=torch.float64, generator=seeded(3)).requires_grad_()
+    t.extra["x"] = x
+    embedded = t.model.model.rotary_emb(x, torch.arange(LENGTH)[None])
+    for _ in range(2):
+        t.clear()
+        hidden = x
+        for layer in t.model.model.layers:
+            hidden = layer(hidden, position_embeddings=embedded)
+        hidden.square().sum().backward()
+    assert not t.streamed or "another module" in str(streambp.describe(t.model))
+
+
+@program(BEFORE_PATCH, "keeps weights on the host in a group of one rank")
+def _(t: Trial) -> None:
+    t.model.model.requires_grad_(False)
+    t.model.model.norm.weight.requires_grad_(True)
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    try:
+        t.patch(weights="cpu")
+        t.step()
+        t.step()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@program(BETWEEN_STEPS, "evaluates for the first time, while a module notes its tokens in a list")
+def _(t: Trial) -> None:
+    mlp, tokens = t.layer.mlp, []
+
+    def forward(x: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            tokens.append(x.detach().sum((0, 1)))
+        y: Tensor = type(mlp).forward(mlp, x)
+        return y
+
+    mlp.forward = forward
+    t.patch()
+    t.step()
+    tokens.clear()
+    with torch.no_grad():
+        t.forward()
+    told_as_gradients(t, [torch.stack(tokens).sum(0)])
+
+
+@program(DURING_STEP, "packs rows of Qwen3.5 by positions [1, B, T], which mark no documents")
+def _(t: Trial) -> None:
+    t.model = zoo.build("qwen3_5_text", torch.float64)
+    t.patch()
+    t.clear()
+    positions = torch.cat([torch.arange(9), torch.arange(LENGTH - 9)]).expand(1, 2, -1)
+    t.model(**t.batch, position_ids=positions, use_cache=False).loss.backward()
+
+
+@program(BEFORE_PATCH, "adds DoRA adapters, one of them on the head, under HF Trainer")
+def _(t: Trial) -> None:
+    import peft
+
+    lora = {"target_modules": ["q_proj", "lm_head"], "init_lora_weights": False}
+    t.model = peft.get_peft_model(t.model, peft.LoraConfig(use_dora=True, **lora))  # type: ignore[arg-type]
+    t.patch()
+    rows = [{name: x[0] for name, x in make_batch("plain", seed=seed).items()} for seed in range(4)]
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = transformers.TrainingArguments(
+            folder, report_to=[], use_cpu=True, disable_tqdm=True, max_steps=2, optim="sgd",
+            per_device_train_batch_size=2, save_strategy="no", max_grad_norm=0.0, seed=3,
+        )  # fmt: skip
+        transformers.Trainer(t.model, arguments, train_dataset=rows).train()
     t.step()

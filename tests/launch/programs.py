@@ -93,7 +93,41 @@ def loop(output):
     return model, losses, {}
 
 
-KINDS = {"trainer": trainer, "empty row": empty_row, "loop": loop}
+def padded_rows(number):
+    """A batch of two rows, one of them with padding on the right."""
+    ids = torch.stack([row["input_ids"] for row in rows()[2 * number : 2 * number + 2]])
+    mask = torch.ones_like(ids)
+    mask[1, LENGTH - 8 :] = 0
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+def statistics_of(logits, mask=None):
+    logits = logits.float() if mask is None else logits.float()[mask.bool()]
+    return {"squares": logits.square().mean(), "logsumexp": logits.logsumexp(-1).mean()}
+
+
+def statistics(output):
+    """Statistics over all logits, padding included, in training and in evaluation; one of them is
+    in the loss."""
+    model, losses, metrics = model_of().train(), [], {}
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    for step in range(STEPS):
+        outputs = model(**padded_rows(step))
+        values = statistics_of(outputs.logits)
+        loss = outputs.loss + 1e-2 * values["squares"]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+        metrics |= {f"{name} {step}": float(value.detach()) for name, value in values.items()}
+    model.eval()
+    with torch.no_grad():
+        evaluated = statistics_of(model(**padded_rows(0)).logits)
+    metrics |= {f"evaluated {name}": float(value) for name, value in evaluated.items()}
+    return model, losses, metrics
+
+
+KINDS = {"trainer": trainer, "empty row": empty_row, "loop": loop, "statistics": statistics}
 
 
 def main():
