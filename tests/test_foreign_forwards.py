@@ -178,8 +178,7 @@ def test_accelerates_mixed_precision_is_not_foreign(first):
             model = accelerator.prepare_model(streambp.patch(model, CONFIG))
         else:
             model = streambp.patch(accelerator.prepare_model(model), CONFIG)
-        output = model(**make_batch("plain"), use_cache=False)
+        model(**make_batch("plain"), use_cache=False)
     finally:
         AcceleratorState._reset_state(True)
-    assert output.logits is None
     assert streambp.describe(model).head == "blockwise loss, no logits"

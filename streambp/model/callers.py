@@ -37,6 +37,16 @@ LIBRARIES_TESTING_NONE = (
     "streambp",
     "contextlib",
 )
+# Modules of libraries that call models, and read the loss alone or request logits.
+LOSS_READERS = (
+    "transformers.trainer",
+    "transformers.generation.",
+    "trl.",
+    "streambp.cli.",
+    "streambp.integrations.",
+    "streambp.planner.",
+    "streambp.verify.",
+)
 MODULE_METHODS = ("forward", "__call__")  # methods that hand on what the model returns
 MAX_FRAMES = 24  # maximal number of frames between a model's forward and its caller
 
@@ -80,10 +90,14 @@ def caller_names_logits() -> bool:
     `model(**batch).logits`. Such a caller gets lazy logits even if labels are passed.
 
     The caller is the innermost running function outside of torch, transformers and similar
-    libraries. If it is a module's `forward`, the next such function counts as well.
+    libraries. If it is a module's `forward`, the next such function counts as well. A library's
+    trainer is a caller that reads the loss alone, whatever the program around it names.
     """
     for frame in _stack_frames():
-        if str(frame.f_globals.get("__name__")).partition(".")[0] in LIBRARIES_TESTING_NONE:
+        home = f"{frame.f_globals.get('__name__')}."
+        if home.startswith(LOSS_READERS):
+            return False
+        if home.partition(".")[0] in LIBRARIES_TESTING_NONE:
             continue
         code = frame.f_code
         if LOGITS_KEY in (*code.co_names, *code.co_varnames, *code.co_consts):

@@ -16,6 +16,7 @@ from torch import nn
 
 import streambp
 from streambp.errors import StreamBPError
+from streambp.lazy.dispatch import LazyLogits
 from streambp.model import callers, causal_lm
 from tests.families import VOCABULARY, build, make_batch
 from tests.oracle import MAX_FLOAT64_ERROR, worst_error
@@ -128,14 +129,18 @@ class Reading(OwnLoss):
         return (loss, outputs) if return_outputs else loss
 
 
-def trained(model, kind, folder, loss_only):
+def trainer_of(model, kind, folder, loss_only):
     arguments = transformers.TrainingArguments(
         str(folder), report_to=[], use_cpu=True, disable_tqdm=True, max_steps=2, learning_rate=1e-2,
         per_device_train_batch_size=2, prediction_loss_only=loss_only, save_strategy="no",
         lr_scheduler_type="constant", seed=3,
     )  # fmt: skip
     seed_torch(0)
-    trainer = kind(model, arguments, train_dataset=Rows(), eval_dataset=Rows())
+    return kind(model, arguments, train_dataset=Rows(), eval_dataset=Rows())
+
+
+def trained(model, kind, folder, loss_only):
+    trainer = trainer_of(model, kind, folder, loss_only)
     trainer.train()
     loss = trainer.evaluate()["eval_loss"]
     return loss, {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -216,6 +221,27 @@ def test_a_loops_own_loss(read, trains, float64_oracle):
     ours(**make_batch("plain"), use_cache=False).loss.backward()
     assert worst_error(results_of(ours, read, trains), expected) <= MAX_FLOAT64_ERROR
     assert {layer.path for layer in streambp.describe(ours).layers} == {"streams"}
+
+
+def stand_ins_of_a_trainer(folder, monkeypatch):
+    """How many stand-ins a Trainer's own loss was given, in a program that names logits itself."""
+    outputs, real = [], causal_lm.lazy_logits
+    monkeypatch.setattr(causal_lm, "lazy_logits", lambda *args: (outputs.append(1), real(*args))[1])
+    model = streambp.patch(build("llama"), streambp.StreamConfig(chunk_size=5))
+    trainer_of(model, transformers.Trainer, folder, loss_only=True).train()
+    logits = model(**make_batch("plain"), use_cache=False).logits
+    assert type(logits) is LazyLogits
+    return len(outputs) - 1
+
+
+def test_a_trainer_reads_the_loss_alone(tmp_path, monkeypatch):
+    pytest.importorskip("accelerate", reason="Trainer needs accelerate")
+    assert stand_ins_of_a_trainer(tmp_path, monkeypatch) == 0
+
+
+def test_the_mutant_that_passes_trainers_by(tmp_path, monkeypatch):
+    monkeypatch.setattr(callers, "LOSS_READERS", ("nobody",))
+    assert stand_ins_of_a_trainer(tmp_path, monkeypatch) > 0
 
 
 def test_the_mutant_that_reads_no_code(monkeypatch, float64_oracle):

@@ -136,9 +136,12 @@ def test_a_loss_that_peft_computes_from_logits(patch, training, float64_oracle):
     )
 
 
+def labelled_output():
+    return streambp.patch(build("llama"), CONFIG)(**make_batch("plain"))
+
+
 def test_other_calls_with_labels_have_no_logits():
-    model = streambp.patch(build("llama"), CONFIG)
-    assert model(**make_batch("plain")).logits is None
+    assert labelled_output().logits is None
 
 
 def test_the_mutant_that_asks_nobody(monkeypatch):

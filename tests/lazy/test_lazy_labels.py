@@ -157,9 +157,14 @@ def test_an_engines_hook_on_logits_whose_classes_come_first():
     assert worst_error(our_gradients, expected) <= MAX_FLOAT64_ERROR
 
 
+def labelled_output(model):
+    return model(input_ids=IDS, labels=IDS)
+
+
 def test_when_logits_are_beside_the_loss():
-    """In evaluation as in training; real where the settings or a cache say so; not beside
-    log-probabilities."""
+    """In evaluation as in training, and for a caller whose code names them. Real where the settings
+    or a cache say so; not beside log-probabilities.
+    """
     model = lazy(build("qwen3", torch.float64))
     scored = model(input_ids=IDS, labels=IDS, output_log_probs=True)
     assert scored.logits is None
@@ -174,4 +179,6 @@ def test_when_logits_are_beside_the_loss():
         )
     measured = streambp.patch(model, streambp.StreamConfig(eval_logits=True, lazy_logits=True))
     assert type(measured(input_ids=IDS, labels=IDS).logits) is torch.Tensor
-    assert streambp.patch(model, streambp.StreamConfig())(input_ids=IDS, labels=IDS).logits is None
+    default = streambp.patch(model, streambp.StreamConfig())
+    assert type(default(input_ids=IDS, labels=IDS).logits) is LazyLogits
+    assert labelled_output(default).logits is None
