@@ -22,8 +22,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import streambp
 from streambp.admission import entry, stacks
 from streambp.admission.probe import Verdict
+from streambp.attention import masks
 from streambp.distributed import context_parallel as distributed_context
 from streambp.distributed.ulysses import SplitGroup
+from streambp.errors import UnsupportedMaskError
 from streambp.model import split as model_split
 from tests import zoo
 from tests.distributed.one_rank import with_shifted_labels
@@ -213,6 +215,47 @@ def test_mask_that_wants_a_gradient(family, monkeypatch):
 def test_two_dimensional_mask_of_the_wrong_size():
     with pytest.raises(streambp.StreamBPError, match=r"covers 28 keys.*23 tokens"):
         streamed()(**make_batch("plain"), attention_mask=torch.ones(2, LENGTH + 5), use_cache=False)
+
+
+MASKS_OF_THREE_DIMENSIONS = {
+    "bool": torch.ones(2, LENGTH, LENGTH, dtype=torch.bool).tril(),
+    "float": torch.zeros(2, LENGTH, LENGTH),
+    "integers": torch.ones(1, 2, LENGTH, dtype=torch.long),
+}
+
+
+def check_mask_of_three_dimensions(family, kind, labelled):
+    mask = MASKS_OF_THREE_DIMENSIONS[kind]
+    model = zoo.build(family, torch.float32)
+    streambp.patch(model, streambp.StreamConfig(chunk_size=5))
+    batch = make_batch("plain")
+    ids = batch if labelled else {"input_ids": batch["input_ids"]}
+    with pytest.raises(UnsupportedMaskError, match=r"Pass it 2-D, \[B, T\].* or 4-D"):
+        model(**ids, attention_mask=mask)
+
+
+@pytest.mark.parametrize("labelled", [True, False])
+@pytest.mark.parametrize("kind", MASKS_OF_THREE_DIMENSIONS)
+@pytest.mark.parametrize("family", ["llama", "gemma2", "bert"])
+def test_masks_of_three_dimensions(family, kind, labelled):
+    """A decoder with one kind of layer, one with two, and an encoder: torch's own errors would
+    name a tensor of five dimensions, or a mask would be left out."""
+    check_mask_of_three_dimensions(family, kind, labelled)
+
+
+@pytest.mark.parametrize("family", ["llama", "bert"])
+def test_a_mask_that_nobody_looks_at_is_found(family, monkeypatch):
+    monkeypatch.setattr(masks.LazyMask, "__init__", with_any_mask(masks.LazyMask.__init__))
+    with pytest.raises((pytest.fail.Exception, RuntimeError)):
+        check_mask_of_three_dimensions(family, "bool", labelled=True)
+
+
+def with_any_mask(real):
+    def start(self, **description):
+        real(self, **{**description, "attention_mask": None})
+        self.description = description
+
+    return start
 
 
 def test_no_tokens():

@@ -670,8 +670,12 @@ class Recording(nn.Module):
 def test_a_recorder_sees_the_batch_alone(monkeypatch):
     """At a first step, and at a first evaluation after steps."""
     monkeypatch.setattr(snapshot, "MAX_COPIED_ELEMENTS", 64)
+    check_recorder(LENGTH)
+
+
+def check_recorder(chunk_size):
     stock, ours = (make_model(functools.partial(around_mlp, kind=Recording)) for _ in range(2))
-    streambp.patch(ours, streambp.StreamConfig(chunk_size=LENGTH))
+    streambp.patch(ours, streambp.StreamConfig(chunk_size=chunk_size))
     calls = SITUATIONS["evaluation first"][::-1]
     expected = results(stock, calls)
     assert worst_error(results(ours, calls), expected) <= MAX_FLOAT64_ERROR
@@ -856,6 +860,7 @@ def test_parameters_without_shapes_are_refused():
         ("iterators", lambda: test_a_value_of_the_first_batch("generator", "first call")),
         ("asserts", test_an_assert_in_a_hook_leaves_layers_streaming),
         ("types", lambda: test_a_value_of_the_first_batch("new class", "first call")),
+        ("records", lambda: check_recorder(LENGTH)),
         ("planner", lambda: test_a_count_without_data_leaves_nothing("class")),
         (
             "again",
@@ -879,6 +884,10 @@ def test_mutants_turn_these_red(mutant, test, monkeypatch):
         monkeypatch.setattr("streambp.admission.entry.why_untestable", lambda _: None)
     elif mutant == "asserts":
         monkeypatch.setattr(snapshot, "KNOWN_MODULES", snapshot.KNOWN_MODULES - {PYTEST})
+    elif mutant == "records":
+        monkeypatch.setattr(Snapshot, "restore", lambda *_, **__: None)
+        undone = contextlib.nullcontext()
+        monkeypatch.setattr(kept_values, "undo_changes", lambda *_, **__: undone)
     elif mutant == "types":
         monkeypatch.setattr(snapshot, "TYPE", snapshot.TYPE._replace(refill=lambda *_: None))
     elif mutant == "planner":

@@ -14,6 +14,7 @@ from torch import nn
 import streambp
 from streambp.layer import call
 from streambp.model import describe as describing
+from streambp.model.steps import Steps
 from streambp.reporting import report_safely
 from tests import zoo
 from tests.families import build, make_batch
@@ -220,3 +221,10 @@ def test_layers_that_another_module_calls():
     assert str(streambp.describe(model)).startswith(f"last step: {describing.OTHER_CALLER_TEXT}")
     model(**make_batch("plain", length=26), use_cache=False).loss.backward()
     assert str(streambp.describe(model)).startswith("last step: 52 tokens")
+
+
+def test_a_report_that_forgets_other_callers_is_found(monkeypatch):
+    forgotten = property(lambda _: False, lambda *_: None)
+    monkeypatch.setattr(Steps, "bypasses_backbone", forgotten, raising=False)
+    with pytest.raises(AssertionError):
+        test_layers_that_another_module_calls()

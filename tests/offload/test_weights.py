@@ -311,6 +311,18 @@ def test_a_layer_that_runs_whole_is_refused_by_name(monkeypatch):
         model(**make_batch("plain"), use_cache=False)
 
 
+def test_a_group_of_one_rank_pins_one_copy(monkeypatch):
+    monkeypatch.setattr(host_weights, "is_initialized", lambda: True)
+    monkeypatch.setattr(host_weights, "get_world_size", lambda: 1)
+    assert_same(step(adapted_model()), step(adapted_model(weights="device")))
+
+
+def test_each_group_counts_as_several(monkeypatch):
+    monkeypatch.setattr(host_weights, "several_ranks", lambda: host_weights.is_initialized())
+    with pytest.raises(UnsupportedModelError, match="a group of several"):
+        test_a_group_of_one_rank_pins_one_copy(monkeypatch)
+
+
 @pytest.mark.full
 def test_refusals(monkeypatch):
     with pytest.raises(
