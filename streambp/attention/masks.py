@@ -308,6 +308,7 @@ def resolve(
     if bidirectional and mask.tree is None:
         if mask.bidirectional_layout is None:
             mask.bidirectional_layout = rectangular_spans(mask, batch_size, length, device)
+            _note_documents(mask, batch_size, length, position_ids, device)
         return mask.bidirectional_layout
     if mask.layout is None:
         if mask.tree is None:
@@ -363,6 +364,39 @@ def rectangular_spans(
     if mask.is_bidirectional or _reads_all(mask, batch_size, length, padding, device):
         return Spans(length, tuple(runs))
     return _dense(mask, batch_size, length, device)
+
+
+def _note_documents(
+    mask: LazyMask,
+    batch_size: int,
+    length: int,
+    position_ids: Tensor | None,
+    device: torch.device,
+) -> None:
+    """Record in `mask.document_source` that position_ids mark packed documents, if the mask of
+    attention that may read ahead separates the documents. Neighbours read each other in each such
+    mask unless a document ends between them.
+
+    Args:
+        mask: the mask, with its `bidirectional_layout`.
+        batch_size: rows of the batch.
+        length: T.
+        position_ids: [1 or B, T]; None: the layer gets no positions.
+        device: device of the batch.
+    """
+    layout = mask.bidirectional_layout
+    if not isinstance(layout, DenseMask) or mask.description.get("attention_mask") is not None:
+        return
+    if position_ids is None or position_ids.dim() != 2 or not has_data(position_ids):
+        return
+    packed = find_packed_sequence_indices(position_ids.expand(batch_size, -1))
+    if packed is None:
+        return
+    row, before = (packed[:, 1:] != packed[:, :-1]).nonzero()[0].tolist()
+    read = layout.tile(before + 1, before + 2, before, before + 1, device)
+    if not bool(read.expand(batch_size, -1, -1, -1)[row].any()):
+        count = sum(map(len, rows_of(batch_size, length, None, packed)))
+        mask.document_source = "position_ids", count
 
 
 def _reads_all(
