@@ -25,7 +25,12 @@ from streambp.attention.interface import (
     use_implementations,
 )
 from streambp.attention.mask_scan import find_empty, reads
-from streambp.attention.masks import LazyMask, attention_mask_of, replace_masks
+from streambp.attention.masks import (
+    LazyMask,
+    attention_mask_of,
+    find_flash_documents,
+    replace_masks,
+)
 from streambp.attention.position_biases import is_distance_bias, pair_bias
 from streambp.attention.prefix import ChunkAttention, FullSequenceKeys, PrefixChunkAttention
 from streambp.attention.self_attending import (
@@ -38,7 +43,14 @@ from streambp.cache import ChunkCache
 from streambp.chunks import Barrier, Chunk
 from streambp.device import has_data
 from streambp.errors import UnsupportedModelError
-from streambp.known_names import CROSS_BIAS, EAGER, KEY_ARGUMENTS, POSITION_BIAS
+from streambp.known_names import (
+    CROSS_BIAS,
+    DOCUMENT_ENDS,
+    EAGER,
+    FLASH,
+    KEY_ARGUMENTS,
+    POSITION_BIAS,
+)
 
 
 def _with_own_masks(
@@ -117,7 +129,8 @@ class BidirectionalAttention(InterfaceAttention):
             return _why_empty_queries(mask)
         if mask is None:
             return "its attention is bidirectional, and has no mask that tells which keys exist"
-        is_eager = any(own_implementation(config) == EAGER for config in self.configs(layer))
+        implementations = [str(own_implementation(config)) for config in self.configs(layer)]
+        is_eager = EAGER in implementations
         if is_eager and mask.has_empty_row:
             return EMPTY_ROW_REASON
         if is_eager and mask.has_empty_window:
@@ -127,6 +140,10 @@ class BidirectionalAttention(InterfaceAttention):
                 "its attention modules are bidirectional and its mask is causal: eager attention "
                 "reads the mask, and sdpa may get none and read all keys"
             )
+        if any(FLASH in name for name in implementations):
+            rows, length = x.shape[-3:-1]
+            ends = arguments.get(DOCUMENT_ENDS)
+            find_flash_documents(mask, rows, length, arguments.get("position_ids"), ends)
         return None
 
     def unchunked_run(

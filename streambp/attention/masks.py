@@ -18,9 +18,11 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers.masking_utils import (
+    and_masks,
     bidirectional_mask_function,
     causal_mask_function,
     find_packed_sequence_indices,
+    packed_sequence_mask_function,
     sdpa_mask,
 )
 
@@ -56,6 +58,9 @@ class LazyMask:
             number of documents; None: no documents.
         ends: a tuple for each row, of 0 and the end positions of its documents. Used for models
             whose masks ignore documents. None: the description alone defines the documents.
+        flash_ends: 0 and the end positions of a single row's documents, if the unpatched layer
+            attends by FlashAttention, which separates documents that no mask separates. None: there
+            are none.
         tree: function from the sliding window (None: no window) to the keys that each query reads,
             if the batch's rows are merged into one packed row (`prefixes/tree.py`). None: no packed
             row.
@@ -78,6 +83,7 @@ class LazyMask:
         self.full_layout: Spans | None = None
         self.document_source: tuple[str, int] | None = None
         self.ends: tuple[tuple[int, ...], ...] | None = None
+        self.flash_ends: list[int] | None = None
         self.tree: Callable[[int | None], Spans] | None = None
         self._keys_read: Tensor | None = None
         self._has_empty_row: bool | None = None
@@ -349,7 +355,11 @@ def rectangular_spans(
         )
     padding: Tensor | None = arguments.get("attention_mask")
     runs: list[tuple[QueryRun, ...]] = [(QueryRun(0, length, 0, length),)] * batch_size
-    if padding is not None:
+    if mask.flash_ends is not None:
+        if not mask.is_bidirectional:
+            return _dense(_within_documents(mask, device), batch_size, length, device)
+        runs = [tuple(QueryRun(a, b, a, b) for a, b in itertools.pairwise(mask.flash_ends))]
+    elif padding is not None:
         runs = []
         for row in padding.bool().cpu():
             tokens = row.nonzero().flatten()
@@ -364,6 +374,57 @@ def rectangular_spans(
     if mask.is_bidirectional or _reads_all(mask, batch_size, length, padding, device):
         return Spans(length, tuple(runs))
     return _dense(mask, batch_size, length, device)
+
+
+def find_flash_documents(
+    mask: LazyMask,
+    batch_size: int,
+    length: int,
+    position_ids: Tensor | None,
+    cu_seq_lens: Tensor | None,
+) -> None:
+    """Record in `mask.flash_ends` and `mask.document_source` which documents the unpatched
+    model's FlashAttention separates: those that cu_seq_lens marks, or those of a single row that
+    position_ids mark. FlashAttention looks for no documents if the row has padding.
+
+    Args:
+        mask: the mask of a layer that may read ahead.
+        batch_size: rows of the batch.
+        length: T.
+        position_ids: [1 or B, T]; None: the layer gets no positions.
+        cu_seq_lens: [documents + 1], document boundaries of a single packed row; None: none.
+
+    Raises:
+        UnsupportedMaskError: cu_seq_lens does not rise from 0 to the length of a single row.
+    """
+    padding = mask.description.get("attention_mask")
+    if padding is not None and not (has_data(padding) and bool(padding.all())):
+        return
+    if mask.flash_ends is not None:
+        return
+    if cu_seq_lens is not None:
+        mask.flash_ends = _ends_of(cu_seq_lens, batch_size, length)
+        mask.document_source = DOCUMENT_ENDS, len(mask.flash_ends) - 1
+        return
+    if batch_size > 1 or position_ids is None or position_ids.dim() != 2:
+        return
+    packed = find_packed_sequence_indices(position_ids) if has_data(position_ids) else None
+    if packed is not None:
+        (runs,) = rows_of(1, length, None, packed)
+        mask.flash_ends = [0, *(run.q1 for run in runs)]
+        mask.document_source = "position_ids", len(runs)
+
+
+def _within_documents(mask: LazyMask, device: torch.device) -> LazyMask:
+    """Return a mask like `mask` in which no query reads a key of another document of
+    `mask.flash_ends`. `device` is the device of the batch."""
+    assert mask.flash_ends is not None
+    sizes = torch.tensor(mask.flash_ends, device="cpu").diff()
+    number = torch.arange(len(sizes), device="cpu").repeat_interleave(sizes).to(device)
+    function = and_masks(
+        packed_sequence_mask_function(number[None]), mask.description["mask_function"]
+    )
+    return LazyMask(**{**mask.description, "mask_function": function})
 
 
 def _note_documents(
@@ -385,7 +446,9 @@ def _note_documents(
         device: device of the batch.
     """
     layout = mask.bidirectional_layout
-    if not isinstance(layout, DenseMask) or mask.description.get("attention_mask") is not None:
+    if mask.document_source is not None or not isinstance(layout, DenseMask):
+        return
+    if mask.description.get("attention_mask") is not None:
         return
     if position_ids is None or position_ids.dim() != 2 or not has_data(position_ids):
         return
@@ -508,13 +571,7 @@ def _from_description(
             sum(map(len, rows_of(batch_size, length, None, packed))),
         )
     if cu_seq_lens is not None:
-        ends = cu_seq_lens.tolist()
-        if batch_size != 1 or ends[:1] != [0] or ends[-1] != length or sorted(ends) != ends:
-            raise UnsupportedMaskError(
-                f"cu_seq_lens is {ends[:9]}... for a batch of {batch_size} x {length}; it must "
-                "rise from 0 to the length of a single row. "
-                f"{_remedy_of_ends(ends, batch_size, length)}"
-            )
+        ends = _ends_of(cu_seq_lens, batch_size, length)
         rows = (_documents(ends),)
         mask.document_source = mask.document_source or (DOCUMENT_ENDS, len(rows[0]))
         if packed is not None and rows != rows_of(batch_size, length, None, packed):
@@ -527,6 +584,27 @@ def _from_description(
     if agrees(spans, description, padding, device):
         return spans
     return _dense(mask, batch_size, length, device)
+
+
+def _ends_of(cu_seq_lens: Tensor, batch_size: int, length: int) -> list[int]:
+    """Return 0 and the end positions of a packed row's documents, from cu_seq_lens.
+
+    Args:
+        cu_seq_lens: [documents + 1], document boundaries.
+        batch_size: rows of the batch.
+        length: T.
+
+    Raises:
+        UnsupportedMaskError: they do not rise from 0 to the length of a single row.
+    """
+    ends: list[int] = cu_seq_lens.tolist()
+    if batch_size != 1 or ends[:1] != [0] or ends[-1] != length or sorted(ends) != ends:
+        raise UnsupportedMaskError(
+            f"cu_seq_lens is {ends[:9]}... for a batch of {batch_size} x {length}; it must "
+            "rise from 0 to the length of a single row. "
+            f"{_remedy_of_ends(ends, batch_size, length)}"
+        )
+    return ends
 
 
 def spans_of_tokens(
