@@ -34,6 +34,7 @@ from streambp.admission import long_trial
 from streambp.attention import mask_scan, masks
 from streambp.attention.prefix import Prefix
 from streambp.attention.spans import QueryRun, Spans
+from streambp.layer.function import BackwardPass
 from streambp.layer.recompute import NULL_CONTEXT
 from streambp.sharded import bidirectional, split_attention
 from streambp.sharded import layer as halves
@@ -383,6 +384,20 @@ def same_seed_everywhere(call, chunk):
     return call.params._replace(seed=call.params.seed + torch.is_grad_enabled())
 
 
+def count_twice(call, work, gradients, real=halves._differentiate_before):
+    real(call, work, [2 * gradient for gradient in gradients])
+
+
+def overwrite(self, chunk, gradients, accumulate=False, real=BackwardPass.add):
+    real(self, chunk, gradients)
+
+
+def store_without_first_chunk(
+    self, chunk, gradients, real=split_attention.ChunkwiseAttention.store_gradients
+):
+    real(self, chunk, [None] * len(gradients) if chunk.start == 0 else gradients)
+
+
 MUTANTS = {
     "keys behind the query are not read": (
         masks, "find_reach",
@@ -404,6 +419,18 @@ MUTANTS = {
         halves, "_differentiate_before", lambda call, work, gradients: None,
         lambda: check(MODEL_BUILDERS["bert"]().train(), batch_of("right"), chunk_size=CHUNK),
     ),
+    "a first half whose gradients count twice": (
+        halves, "_differentiate_before", count_twice,
+        lambda: check(MODEL_BUILDERS["bert"]().train(), batch_of("right"), chunk_size=CHUNK),
+    ),
+    "a first half that overwrites the second one's gradient": (
+        BackwardPass, "add", overwrite,
+        lambda: check(MODEL_BUILDERS["bert"]().train(), batch_of("right"), chunk_size=CHUNK),
+    ),
+    "a second half whose first queries get no gradient": (
+        split_attention.ChunkwiseAttention, "store_gradients", store_without_first_chunk,
+        lambda: check(MODEL_BUILDERS["bert"]().train(), batch_of("right"), chunk_size=CHUNK),
+    ),
 }  # fmt: skip
 
 
@@ -421,6 +448,43 @@ def test_mutants(mutant, monkeypatch):
     monkeypatch.setattr(module, name, replacement)
     with pytest.raises((AssertionError, streambp.StreamBPError)):
         run()
+
+
+class InTheOrderOfCausalLayers(split_attention.ChunkwiseAttention):
+    """Takes the gradients of a chunk's keys when its own queries are done, from the last chunk to
+    the first. Queries of earlier chunks, which read these keys as well, have not added theirs."""
+
+    def store_gradients(self, chunk, gradients):
+        super().store_gradients(chunk, gradients)
+        sums = self.kv_storage.grow_accumulators()
+        early = self.__dict__.setdefault("early", {})
+        early[chunk] = [x.transpose(1, 2)[split_attention.part_of(chunk)].clone() for x in sums]
+
+    def gradients(self):
+        results = super().gradients()
+        for chunk, parts in self.early.items():
+            for gradient, part in zip(results[1:], parts, strict=True):
+                gradient[split_attention.part_of(chunk)] = part
+        return results
+
+
+@pytest.mark.parametrize("name", ["bert", "modernbert", "embedding_gemma"])
+def test_the_mutant_in_the_order_of_causal_layers_is_noticed(name, monkeypatch):
+    """Only dk and dv of all queries may be differentiated further."""
+    seed_torch(10)
+    monkeypatch.setattr(halves, "ChunkwiseAttention", InTheOrderOfCausalLayers)
+    with pytest.raises(AssertionError):
+        check(MODEL_BUILDERS[name]().train(), batch_of("right"), chunk_size=CHUNK)
+
+
+def test_that_order_is_exact_if_all_keys_are_taken_at_the_end(monkeypatch):
+    """The mutant's own code changes nothing."""
+    seed_torch(10)
+    monkeypatch.setattr(halves, "ChunkwiseAttention", InTheOrderOfCausalLayers)
+    monkeypatch.setattr(
+        InTheOrderOfCausalLayers, "gradients", split_attention.ChunkwiseAttention.gradients
+    )
+    check(MODEL_BUILDERS["bert"]().train(), batch_of("right"), chunk_size=CHUNK)
 
 
 class WritesInPlace(torch.nn.Module):
