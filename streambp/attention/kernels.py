@@ -186,13 +186,19 @@ class MathKernel(Kernel):
         # [B, H_kv, G, Tq, Tk]
         scores = self._masked(self._scores(q, k, task), q, k, task)
         v = _widen(v)
-        lse = scores.logsumexp(-1)  # [B, H_kv, G, Tq]
-        weights = _weights(scores, lse)  # [B, H_kv, G, Tq, Tk]
+        # exp(score - lse) would have the rounding of lse, which is large if the scores are
+        largest = scores.amax(-1, keepdim=True)  # [B, H_kv, G, Tq, 1]
+        largest = largest.masked_fill(largest == -torch.inf, 0.0)
+        weights = scores.sub_(largest).exp_()  # [B, H_kv, G, Tq, Tk]
+        total = weights.sum(-1, keepdim=True)
+        lse = (largest + total.log()).squeeze(-1)  # [B, H_kv, G, Tq]
+        total = total.masked_fill(total == 0.0, 1.0)  # a query that reads nothing
         keep = _dropout_mask(weights, task)
         if keep is not None:
             weights = weights * keep
         o = weights.flatten(2, 3) @ v  # [B, H_kv, G * Tq, D_v]
-        return o.unflatten(2, weights.shape[2:4]).flatten(1, 2), lse.flatten(1, 2)
+        o = o.unflatten(2, weights.shape[2:4]) / total
+        return o.flatten(1, 2), lse.flatten(1, 2)
 
     def backward(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, task: Task
