@@ -40,8 +40,8 @@ IMAGE, ASK, FIRST_COLOUR, VOCABULARY = 0, 1, 2, 8  # tokens of the small model
 SIDE, PATCH = 32, 8
 
 
-def parse_args() -> argparse.Namespace:
-    parser = parser_of("Images and text, streamed.", steps=60, name="vlm", pretrained=1e-5)
+def parse_args(description: str, name: str) -> argparse.Namespace:
+    parser = parser_of(description, steps=60, name=name, pretrained=1e-5)
     parser.add_argument(
         "--data", type=Path, help='JSON lines with "image", "prompt" and "completion"'
     )
@@ -109,7 +109,7 @@ def batch_of(row: dict[str, str], folder: Path, processor: Any) -> dict[str, Ten
 
 
 def main() -> None:
-    args = parse_args()
+    args = parse_args("Images and text, streamed.", "vlm")
     torch.manual_seed(args.seed)
     draw, log = random.Random(args.seed), []
     device = "cuda" if torch.cuda.is_available() else "cpu"
