@@ -1,10 +1,14 @@
 """One rank of a two-rank run, as `tests/distributed/worker.py`, of encoders, encoder-decoders and
 models with a tower.
 
-The case's "model" is a name in `MODEL_BUILDERS`. Rows of "paligemma" begin with an image.
+The case's "model" is a name in `MODEL_BUILDERS`, "draw" numbers its weights, and "mutant" is a name
+in `MUTANTS`. Rows of "paligemma" begin with an image.
 """
 
 from __future__ import annotations
+
+import json
+import sys
 
 import torch
 from transformers import (
@@ -20,6 +24,9 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from streambp.layer.function import BackwardPass
+from streambp.sharded import layer as halves
+from streambp.sharded import split_attention
 from tests.distributed import engines, worker
 from tests.families import VOCABULARY
 from tests.seeds import seed_torch, seeded
@@ -30,7 +37,7 @@ SIZES = {
 }  # fmt: skip
 BART = {
     "vocab_size": VOCABULARY, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "max_position_embeddings": 64,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "max_position_embeddings": 192,
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2, "dropout": 0.0,
     "forced_eos_token_id": None,
 }  # fmt: skip
@@ -111,11 +118,12 @@ LORA_TARGETS = {
     "bert": ["query", "value"],
     "modernbert": ["Wqkv", "Wo"],
     "bart": ["q_proj", "v_proj", "fc1"],
+    "t5": ["q", "v", "wo"],
 }
 
 
 def model_for(case, seed=0):
-    seed_torch(seed)
+    seed_torch(seed + 100 * case.get("draw", 0))
     model = MODEL_BUILDERS[case["model"]]().train()
     if not case.get("lora"):
         return model
@@ -127,7 +135,28 @@ def model_for(case, seed=0):
     )
 
 
+class RoundedQueries(split_attention.ChunkwiseAttention):
+    """Queries lose half of their bits."""
+
+    def __init__(self, call, q, keys):
+        super().__init__(call, q.to(torch.float8_e4m3fn).to(q.dtype), keys)
+
+
+def lose_first_chunk(self, chunk, gradients, accumulate=False, real=BackwardPass.add):
+    """No gradient of a chunk's input and of the encoder's output from the first chunk."""
+    real(self, chunk, [None] * len(gradients) if chunk.start == 0 else gradients, accumulate)
+
+
+MUTANTS = {
+    "rounded queries": (halves, "ChunkwiseAttention", RoundedQueries),
+    "a lost chunk": (BackwardPass, "add", lose_first_chunk),
+}
+
+
 def main():
+    (mutant,) = {case.get("mutant") for case in json.loads(sys.argv[4])}
+    if mutant is not None:
+        setattr(*MUTANTS[mutant])
     engines.model_for = model_for
     engines.decoder_layers = layers_of_towers_and_decoders
     worker.batches = batches

@@ -3,7 +3,8 @@ unpatched and patched.
 
 A case is a dictionary (it travels as JSON). The engine's: "stage", "accumulation", "zero",
 "options", "reshard", "offload". The model's: "model", "tied", "frozen", "lora", "head_saved" (a
-trained copy of the head, beside "lora"), "router", "experts", "packed", "zero_init", "dtype".
+trained copy of the head, beside "lora"), "router", "experts", "packed", "zero_init", "dtype",
+"autocast" (the engine's forward is under this dtype's autocast), "fixed" (weights do not change).
 "stream" is the StreamConfig; "one_chunk_on" is a rank whose sequences are not cut, "padded_on" the
 only rank whose rows are padded, "unlabelled_on" a rank that has no labels in every second batch.
 "eval" and "resume" are what happens between steps; with "logits" the loss is computed from lazy
@@ -164,6 +165,8 @@ def decoder_layers(model):
 class SingleProcess:
     """No engine: the bare model, which is given every rank's batches in turn."""
 
+    casts = False  # under the case's autocast
+
     def __init__(self, case, rank=0, patched=None, seed=0):
         self.case, self.accumulation = case, case.get("accumulation", 1)
         self.module = self.make_model(seed)
@@ -188,14 +191,17 @@ class SingleProcess:
 
     def make_optimizer(self, model):
         # errors of gradients are compared at the same weights
-        learning_rate = 0.0 if self.case.get("dtype") else 0.1
+        is_fixed = self.case.get("dtype") or self.case.get("fixed")
+        learning_rate = 0.0 if is_fixed else 0.1
         trainable = [p for p in model.parameters() if p.requires_grad]
         return torch.optim.SGD(trainable, lr=learning_rate, momentum=0.9)
 
     def loss(self, batch):
         if self.case.get("logits"):
             return loss_on_logits(self.wrapped, batch)
-        return self.wrapped(**batch, use_cache=False).loss
+        dtype = getattr(torch, self.case.get("autocast", "bfloat16"))
+        with torch.autocast("cpu", dtype, enabled=self.casts and "autocast" in self.case):
+            return self.wrapped(**batch, use_cache=False).loss
 
     def micro_step(self, batch, last, share=1.0):
         """Forward and backward; `last` before an optimizer step."""
@@ -240,6 +246,8 @@ def full_tensor_of(tensor):
 
 
 class DDP(SingleProcess):
+    casts = True
+
     def make_model(self, seed):
         return model_for(self.case, seed).to(getattr(torch, self.case.get("dtype", "float32")))
 
@@ -265,6 +273,8 @@ class DDP(SingleProcess):
 
 
 class FSDP2(SingleProcess):
+    casts = True
+
     def make_model(self, seed):
         return model_for(self.case, seed)
 
@@ -315,9 +325,10 @@ class FSDP2(SingleProcess):
 
 
 class DeepSpeed(SingleProcess):
-    """ZeRO-1 to -3."""
+    """ZeRO-1 to -3, which bring autocast along."""
 
     def settings(self):
+        autocast = {"enabled": True, "dtype": self.case.get("autocast")}
         return {
             "train_micro_batch_size_per_gpu": 2,
             "gradient_accumulation_steps": self.accumulation,
@@ -326,6 +337,7 @@ class DeepSpeed(SingleProcess):
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
             **({"bf16": {"enabled": True}} if self.case.get("dtype") == "bfloat16" else {}),
+            **({"torch_autocast": autocast} if "autocast" in self.case else {}),
         }
 
     def make_model(self, seed):

@@ -258,12 +258,11 @@ def compare(result, expected):
     return row
 
 
-def rounding_of(stock, case):
-    """What float32 alone does to the unpatched engine's gradients: their distances from the same
-    steps in float64."""
+def train_in_float64(case):
+    """The same steps without rounding: the distances from its gradients are rounding alone."""
     with pytest.MonkeyPatch.context() as context:
         lift_float32_casts(context)
-        return compare(stock, train_alone(case, InFloat64))
+        return train_alone(case, InFloat64)
 
 
 def run(engine_class, rank, case):
@@ -276,8 +275,9 @@ def run(engine_class, rank, case):
     row["unpatched"]["operations"] = stock.operations
     if single_process is not None:
         row["unpatched"]["single process"] = compare(stock, single_process)
-    if case.get("lora"):
-        row["unpatched"]["rounding"] = rounding_of(stock, case)
+    truth = train_in_float64(case) if case.get("lora") or case.get("fixed") else None
+    if truth is not None:
+        row["unpatched"]["rounding"] = compare(stock, truth)
     if case.get("checkpointing"):
         result = train(engine_class, rank, case, "checkpointing")
         row["checkpointing"] = {"counts": result.counts, "engines": sorted(result.engines)}
@@ -296,6 +296,8 @@ def run(engine_class, rank, case):
             row[when]["counts of ranks"] = [None] * dist.get_world_size()
             dist.all_gather_object(row[when]["counts of ranks"], result.counts)
         row[when]["unpatched"] = compare(result, stock)
+        if truth is not None:
+            row[when]["rounding"] = compare(result, truth)
         if single_process is not None:
             row[when]["single process"] = compare(result, single_process)
         if "free" in case:
