@@ -20,17 +20,28 @@ if TYPE_CHECKING:
     from streambp.errors import StreamBPError
     from streambp.model.describe import describe
     from streambp.model.last_step import last_step
+    from streambp.model.mxfp4_loading import keep_mxfp4
     from streambp.model.patching import unpatch
     from streambp.model.warm_up import warm_up
     from streambp.planner.auto import patch
 
 __version__ = "0.1.0"
-__all__ = ["StreamBPError", "StreamConfig", "describe", "last_step", "patch", "unpatch", "warm_up"]
+__all__ = [
+    "StreamBPError",
+    "StreamConfig",
+    "describe",
+    "keep_mxfp4",
+    "last_step",
+    "patch",
+    "unpatch",
+    "warm_up",
+]
 
 NAME_MODULES = {
     "StreamBPError": "errors",
     "StreamConfig": "config",
     "describe": "model.describe",
+    "keep_mxfp4": "model.mxfp4_loading",
     "last_step": "model.last_step",
     "patch": "planner.auto",
     "unpatch": "model.patching",

@@ -87,6 +87,10 @@ EAGER_FORWARD = "eager_attention_forward"  # a modeling file's function for eage
 IMPLEMENTATION = "_attn_implementation_internal"
 # class of experts in MXFP4, whose kernels have no backward
 MXFP4_EXPERTS = "Mxfp4GptOssExperts"
+# what decodes a checkpoint's MXFP4 weights as they are loaded, and who asks for it
+MXFP4_INTEGRATION = "transformers.integrations.mxfp4"
+MXFP4_DECODING = "Mxfp4Dequantize"
+MXFP4_QUANTIZER = "transformers.quantizers.quantizer_mxfp4"
 # config attribute: the implementation of expert products
 EXPERTS_IMPLEMENTATION = "_experts_implementation_internal"
 # Functions of transformers.integrations that are softmax attention over all keys that a mask

@@ -1,7 +1,7 @@
 """Experts in 4 bits inside a layer, decoded once for each pass instead of once for each chunk.
 
 bitsandbytes stores the weights [E, n, m] of a layer's experts in 4 bits by a parametrization, which
-decodes the weight in each call of the experts. A streamed layer calls its experts once for each
+decodes the weight in each call of the experts. Weights in MXFP4 (`mxfp4.py`) do the same. A streamed layer calls its experts once for each
 chunk. While a streamed layer runs, a `DecodedOnce` replaces the forward of the parametrization. The
 first read decodes the weight, and later reads return the same tensor until the pass ends. Only one
 layer's decoded experts therefore exist at a time. The numbers are those of bitsandbytes, because
@@ -32,6 +32,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from streambp.errors import UnsupportedModelError
 from streambp.known_names import MXFP4_EXPERTS, PACKED_PARAMETERS, QUANT_STATE
 from streambp.layer.float8_linears import CastOnce, float8_linears
+from streambp.layer.mxfp4 import Mxfp4Weight
 from streambp.offload.decoded_weights import FORWARD, CountedPackedWeight
 from streambp.tensors import restoring_iterator
 
@@ -77,12 +78,13 @@ def packed_weights(layer: nn.Module) -> list[ParametrizationList]:
 
 
 def packed_kinds() -> tuple[Any, ...]:
-    """Return the classes of parametrizations that decode a 4-bit weight. The first is streambp's
-    own class, in models on meta or fake tensors whose memory and FLOPs are counted. The second is
-    the class of bitsandbytes, if this library is imported."""
+    """Return the classes of parametrizations that decode a 4-bit weight. The first is for weights
+    in MXFP4. The second is for models on meta or fake tensors whose memory and FLOPs are counted.
+    The third is the class of bitsandbytes, if this library is imported."""
     library = sys.modules.get(PACKED_PARAMETERS)
     kind = getattr(library, "Bnb4bitParametrization", None)
-    return (CountedPackedWeight,) if kind is None else (CountedPackedWeight, kind)
+    own_kinds = (Mxfp4Weight, CountedPackedWeight)
+    return own_kinds if kind is None else (*own_kinds, kind)
 
 
 @dataclasses.dataclass(eq=False)
@@ -159,8 +161,9 @@ def refuse_without_backward(model: nn.Module) -> None:
         if type(module).__name__ == MXFP4_EXPERTS:
             raise UnsupportedModelError(
                 f"{name} keeps its weights in MXFP4, and the kernels for such weights have no "
-                "backward: gradients would lack the part of the experts. "
-                "Load the model with quantization_config=Mxfp4Config(dequantize=True)."
+                "backward: gradients would lack the part of the experts. Load the model inside of "
+                "`with streambp.keep_mxfp4():`, or in bfloat16 with "
+                "quantization_config=Mxfp4Config(dequantize=True)."
             )
 
 

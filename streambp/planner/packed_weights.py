@@ -18,6 +18,7 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.parametrize import ParametrizationList
 
 from streambp.known_names import QUANT_STATE
+from streambp.layer.mxfp4 import begin_cache, end_cache
 from streambp.offload.decoded_weights import CountedPackedWeight
 
 PARAMETER_COUNT_ATTRIBUTE = (
@@ -138,20 +139,6 @@ def _pack(module: nn.Module, name: str) -> int:
         getattr(module.parametrizations, name).original, PARAMETER_COUNT_ATTRIBUTE, weight.numel()
     )  # type: ignore[union-attr]
     if first:
-        module.register_forward_pre_hook(_begin_cache)
-        module.register_forward_hook(_end_cache, always_call=True)
+        module.register_forward_pre_hook(begin_cache)
+        module.register_forward_hook(end_cache, always_call=True)
     return 1
-
-
-def _begin_cache(module: nn.Module, args: Any) -> None:
-    """Enable torch's parametrization cache, so that one call of the experts' module dequantizes
-    each weight once: a forward pre-hook of the module."""
-    parametrize._cache_enabled += 1
-
-
-def _end_cache(module: nn.Module, args: Any, output: Any) -> None:
-    """Disable torch's parametrization cache, and free the weights that a call of the experts'
-    module has dequantized: a forward hook of the module."""
-    parametrize._cache_enabled = max(0, parametrize._cache_enabled - 1)
-    if not parametrize._cache_enabled:
-        parametrize._cache = {}

@@ -47,7 +47,13 @@ from streambp.planner.count import AllocatedBytes, LiveBytes
 from streambp.verify.choices import CountedChoices
 from streambp.verify.comparison import Comparison, MethodResult
 from streambp.verify.methods import Method, check_libraries, check_methods, name_of, prepare_method
-from streambp.verify.truth import available_memory, copy_to_host, float64_experts, lift_casts
+from streambp.verify.truth import (
+    available_memory,
+    copy_to_host,
+    float64_experts,
+    least_precise_dtype,
+    lift_casts,
+)
 from streambp.verify.verdict import (
     NOTABLE_RATIO,
     Distances,
@@ -347,18 +353,7 @@ def _check(model: nn.Module, seq_len: int) -> tuple[torch.dtype, torch.dtype]:
             f"{engine} holds the parameters of this {type(model).__name__}, and verify compares "
             "whole gradients of one process. Verify the model before the engine gets it."
         )
-    for name, parameter in model.named_parameters():
-        if not parameter.is_floating_point() or parameter.itemsize < 2:
-            raise UnsupportedModelError(
-                f"{name} is {_name(parameter.dtype)}; a truth can be computed for float16, "
-                "bfloat16, float32 and float64 parameters only. Verify the checkpoint without "
-                "quantisation."
-            )
-    narrow = max(
-        (p.dtype for p in model.parameters()),
-        key=lambda dtype: torch.finfo(dtype).eps,
-        default=torch.float32,
-    )
+    narrow = least_precise_dtype(model)
     if torch.finfo(narrow).bits == 16:
         wide = torch.float32
     else:
@@ -412,7 +407,8 @@ def check_memory(
     sets = 2 + other_methods
     required_bytes = 0
     for parameter in model.parameters():
-        required_bytes += parameter.numel() * wide.itemsize
+        size = wide.itemsize if parameter.is_floating_point() else parameter.itemsize
+        required_bytes += parameter.numel() * size
         if parameter.requires_grad:
             required_bytes += sets * parameter.numel() * narrow.itemsize
         if parameter.is_meta:

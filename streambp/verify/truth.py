@@ -12,22 +12,53 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig
 
+from streambp.errors import UnsupportedModelError
 from streambp.known_names import EAGER, EXPERTS_IMPLEMENTATION
+from streambp.layer.mxfp4 import Mxfp4Weight
 from streambp.tensors import replace_attribute
 
 
+def least_precise_dtype(model: nn.Module) -> torch.dtype:
+    """Return the least precise dtype of a model's parameters; float32 if it has none. The bytes of
+    weights in MXFP4 do not count, because they stand for the same numbers in every dtype.
+
+    Raises:
+        UnsupportedModelError: the truth cannot be computed for a parameter of such a dtype.
+    """
+    packed_ids = set()
+    for module in model.modules():
+        if isinstance(module, ParametrizationList) and isinstance(module[0], Mxfp4Weight):
+            packed_ids |= set(map(id, module.parameters()))
+    dtypes = []
+    for name, parameter in model.named_parameters():
+        if id(parameter) in packed_ids:
+            continue
+        if not parameter.is_floating_point() or parameter.itemsize < 2:
+            dtype = str(parameter.dtype).removeprefix("torch.")
+            raise UnsupportedModelError(
+                f"{name} is {dtype}; a truth can be computed for float16, bfloat16, float32 and "
+                "float64 parameters only. Verify the checkpoint without quantisation."
+            )
+        dtypes.append(parameter.dtype)
+    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
+
+
 def copy_to_host(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Return a copy of the model on the host in `dtype`. Tensors of a wider dtype and buffers of
-    integers keep their dtype.
+    """Return a copy of the model on the host in `dtype`. Tensors of a wider dtype and of integers
+    keep their dtype.
 
     deepcopy gets the host tensors in its memo, so the device never holds a second model.
     """
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
-        host = parameter.detach().to("cpu", torch.promote_types(parameter.dtype, dtype), copy=True)
+        wide = parameter.dtype
+        if parameter.is_floating_point():
+            wide = torch.promote_types(wide, dtype)
+        host = parameter.detach().to("cpu", wide, copy=True)
         memo[id(parameter)] = nn.Parameter(host, requires_grad=parameter.requires_grad)
     for buffer in model.buffers():
         if buffer.is_floating_point():
