@@ -22,6 +22,7 @@ from streambp.foreign import REGION_ATTRIBUTE, compiled_module_names, is_compile
 from streambp.instance_forward import forwards
 from streambp.known_names import COMPILED_MODULE_ATTRIBUTE, FORWARD_HOOKS, LIGER
 from streambp.model.adapters import adapter_notes
+from streambp.model.few_bits import few_bits_notes
 from streambp.model.fused_layers import fused_modules
 from streambp.model.last_step import head_text, patch_of, record_of
 from streambp.model.record import (
@@ -553,6 +554,7 @@ def _notes(model: nn.Module, state: PatchState) -> tuple[str, ...]:
             f"sequences are split over {split.size} ranks ({split.by}), each streams its shard"
         )
     notes += [] if state.weights is None else [_weights_text(state.weights)]
+    notes += few_bits_notes(w.module for w in state.wrappers if isinstance(w, LayerForward))
     notes += _fused_layer_lines(state)
     notes += adapter_notes(
         wrapper.layer_state for wrapper in state.wrappers if isinstance(wrapper, LayerForward)

@@ -106,3 +106,16 @@ def deactivate_packed(model: nn.Module) -> None:
         activation = vars(module).get(ADAPTER_ACTIVATION)
         if isinstance(activation, PackedActivation) and not activation.stays:
             del vars(module)[ADAPTER_ACTIVATION]
+
+
+@contextlib.contextmanager
+def packed_adapters_active(model: nn.Module) -> Iterator[None]:
+    """Context manager in which peft adds the adapters of experts in 4 bits once to each forward of
+    an unpatched model, for `verify`."""
+    activate_packed(model, stays=True)
+    try:
+        yield
+    finally:
+        for module in model.modules():
+            if isinstance(vars(module).get(ADAPTER_ACTIVATION), PackedActivation):
+                del vars(module)[ADAPTER_ACTIVATION]

@@ -42,6 +42,7 @@ from streambp.layer.gradients import nodes_behind
 from streambp.model.chosen_kernels import choose_kernels
 from streambp.model.describe import describe
 from streambp.model.fused_layers import fused_modules
+from streambp.model.packed_adapters import packed_adapters_active
 from streambp.model.patching import install, unpatch
 from streambp.planner.count import AllocatedBytes, LiveBytes
 from streambp.verify.choices import CountedChoices
@@ -226,6 +227,7 @@ def _judge(
     scale = 1024.0 if narrow == torch.float16 else 1.0
     with (
         _set_gradients_aside(model),
+        packed_adapters_active(model),
         float64_experts(model) if narrow == torch.float64 else contextlib.nullcontext(),
     ):
         progress("the streamed model", 0.2)

@@ -19,6 +19,7 @@ from transformers import PreTrainedConfig
 from streambp.errors import UnsupportedModelError
 from streambp.known_names import EAGER, EXPERTS_IMPLEMENTATION
 from streambp.layer.mxfp4 import Mxfp4Weight
+from streambp.planner.packed_weights import inner_bytes
 from streambp.tensors import replace_attribute
 
 
@@ -49,7 +50,7 @@ def least_precise_dtype(model: nn.Module) -> torch.dtype:
 
 def copy_to_host(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Return a copy of the model on the host in `dtype`. Tensors of a wider dtype and of integers
-    keep their dtype.
+    keep their dtype. Quantized weights of tensor subclasses, such as torchao's, are decoded.
 
     deepcopy gets the host tensors in its memo, so the device never holds a second model.
     """
@@ -58,7 +59,10 @@ def copy_to_host(model: nn.Module, dtype: torch.dtype) -> nn.Module:
         wide = parameter.dtype
         if parameter.is_floating_point():
             wide = torch.promote_types(wide, dtype)
-        host = parameter.detach().to("cpu", wide, copy=True)
+        value = parameter.detach()
+        if inner_bytes(value) is not None:
+            value = value.dequantize()
+        host = value.to("cpu", wide, copy=True)
         memo[id(parameter)] = nn.Parameter(host, requires_grad=parameter.requires_grad)
     for buffer in model.buffers():
         if buffer.is_floating_point():

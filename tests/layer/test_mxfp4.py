@@ -195,13 +195,13 @@ def test_nothing_in_mxfp4_is_an_error():
 
 
 def test_a_stand_in_that_is_replaced_is_an_error(checkpoint):
-    with (
-        pytest.raises(StreamBPError, match="was moved or replaced"),
-        streambp.keep_mxfp4(),
-    ):
-        model = loaded(checkpoint, torch.bfloat16, "attention")
-        experts = model.get_submodule("model.model.layers.0.mlp.experts")
-        experts.down_proj = nn.Parameter(experts.down_proj.detach().clone(), requires_grad=False)
+    context = streambp.keep_mxfp4()
+    context.__enter__()
+    model = loaded(checkpoint, torch.bfloat16, "attention")
+    experts = model.get_submodule("model.model.layers.0.mlp.experts")
+    experts.down_proj = nn.Parameter(experts.down_proj.detach().clone(), requires_grad=False)
+    with pytest.raises(StreamBPError, match="was moved or replaced"):
+        context.__exit__(None, None, None)
 
 
 def test_a_step_inside_computes_nothing(checkpoint):
@@ -215,9 +215,11 @@ def test_a_step_inside_computes_nothing(checkpoint):
 def test_transformers_is_as_before(checkpoint):
     """Also after an error inside."""
     methods = reference.Mxfp4Dequantize.convert
-    with pytest.raises(ArithmeticError), streambp.keep_mxfp4():
-        assert reference.Mxfp4Dequantize.convert is not methods
-        raise ArithmeticError
+    context = streambp.keep_mxfp4()
+    context.__enter__()
+    assert reference.Mxfp4Dequantize.convert is not methods
+    with pytest.raises(ArithmeticError):
+        context.__exit__(ArithmeticError, ArithmeticError(), None)
     assert reference.Mxfp4Dequantize.convert is methods
     model = loaded(checkpoint, torch.bfloat16, "attention")
     assert not any(isinstance(m, Mxfp4Weight) for m in model.modules())
