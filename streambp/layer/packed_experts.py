@@ -1,11 +1,11 @@
 """Experts in 4 bits inside a layer, decoded once for each pass instead of once for each chunk.
 
 bitsandbytes stores the weights [E, n, m] of a layer's experts in 4 bits by a parametrization, which
-decodes the weight in each call of the experts. Weights in MXFP4 (`mxfp4.py`) do the same. A streamed layer calls its experts once for each
-chunk. While a streamed layer runs, a `DecodedOnce` replaces the forward of the parametrization. The
-first read decodes the weight, and later reads return the same tensor until the pass ends. Only one
-layer's decoded experts therefore exist at a time. The numbers are those of bitsandbytes, because
-its own code decodes.
+decodes the weight in each call of the experts. Weights in MXFP4 are stored in the same way
+(`mxfp4.py`). A streamed layer calls its experts once for each chunk. While a streamed layer runs, a
+`DecodedOnce` replaces the forward of the parametrization. The first read decodes the weight, and
+later reads return the same tensor until the pass ends. Only one layer's decoded experts therefore
+exist at a time. The numbers are those of the parametrization, because its own code decodes.
 
 Experts with peft's adapters need another tensor than the decoded weight (`expert_adapters.py`). A
 `PackedWeight` replaces the parametrization's forward by a function that returns this tensor.

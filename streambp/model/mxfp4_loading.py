@@ -78,10 +78,12 @@ def keep_mxfp4() -> Iterator[None]:
         loaded.append(weight)
         return {full_layer_name: weight.stand_in}
 
-    def validate(instance: Any, *args: Any, _real: Any = quantizer.validate_environment, **options: Any) -> None:  # noqa: E501  # fmt: skip
+    real_validate = quantizer.validate_environment
+
+    def validate(instance: Any, *args: Any, **options: Any) -> None:
         if instance.pre_quantized:
             instance.quantization_config.dequantize = True
-        _real(instance, *args, **options)
+        real_validate(instance, *args, **options)
 
     with (
         replace_attribute([decoding], "convert", [convert]),

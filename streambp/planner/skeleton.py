@@ -44,6 +44,7 @@ from streambp.known_names import (
     HOOK_TABLE_SUFFIX,
     MODULE_HOOKS,
 )
+from streambp.layer.mxfp4 import Mxfp4Weight
 from streambp.model.head_deferral import restore_heads
 from streambp.model.packed_adapters import activate_packed
 from streambp.model.patching import unpatch
@@ -358,6 +359,8 @@ class Skeleton:
                     setattr(memo[id(tensor)], STORED_BYTES_ATTRIBUTE, stored)
             if isinstance(module, ParametrizationList):
                 _note_packed(module, memo, device)
+            if isinstance(module, Mxfp4Weight):  # bytes that stand for no parameters of their own
+                setattr(memo[id(module.scales)], PARAMETER_COUNT_ATTRIBUTE, 0)
         for module in modules:
             for name, table in vars(module).items():
                 if name.endswith(HOOK_TABLE_SUFFIX) and isinstance(table, dict):

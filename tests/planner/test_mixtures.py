@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, GptOssConfig
 
 from streambp.errors import StreamBPError
+from streambp.layer import mxfp4
 from streambp.planner import count, packed_weights
 from streambp.planner.skeleton import Skeleton
 from streambp.planner.survey import parameter_groups
@@ -290,3 +291,50 @@ def test_mutants_of_bytes(monkeypatch):
         patch.setattr("streambp.planner.skeleton.pack_experts", lambda layer: 0)
         with pytest.raises(AssertionError):
             test_weights_of_gpt_oss_20b_in_4_bits()
+
+
+def in_mxfp4(config, device):
+    """A model in bfloat16 whose experts' bytes are not set."""
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    for module in list(model.modules()):
+        if type(module).__name__ == "GptOssExperts":
+            for name in ("gate_up_proj", "down_proj"):
+                experts, inputs, outputs = getattr(module, name).shape
+                shape = (experts, outputs, inputs // mxfp4.BLOCK_SIZE)
+                blocks = torch.zeros(*shape, 16, dtype=torch.uint8, device=device)
+                scales = torch.full(shape, 127, dtype=torch.uint8, device=device)
+                mxfp4.keep_in_mxfp4(module, name, blocks, scales)
+    return model
+
+
+def test_weights_of_gpt_oss_20b_in_mxfp4():
+    """Experts in 4.25 bits and all else in bfloat16."""
+    model = in_mxfp4(gpt_oss_20b(), "meta")
+    groups = parameter_groups(Skeleton(model, torch.bfloat16, None, 16, "cuda").model)
+    total = sum(group.bytes for group in groups) / 2**30
+    print(f"{total:.2f} GiB")
+    assert 12 <= total <= 13
+    parameters = sum(group.parameters for group in groups)
+    config = gpt_oss_20b()
+    with torch.device("meta"):
+        plain = AutoModelForCausalLM.from_config(config)
+    assert parameters == plain.num_parameters() > 20.9e9
+
+
+def test_plan_of_mxfp4():
+    """The sum of all tensors of a real model, within 3 %; a plan's step runs."""
+    model = in_mxfp4(small_mixture(), "cpu")
+    model.set_experts_implementation("grouped_mm")
+    measured = sum(tensor.nbytes for tensor in model.parameters())
+    skeleton = Skeleton(model, torch.bfloat16, None, 16, "cuda")
+    predicted = sum(group.bytes for group in parameter_groups(skeleton.model))
+    assert abs(predicted / measured - 1) <= 0.03
+    with skeleton.running(), count.StepCount(None):
+        skeleton.loss(torch.empty(1, 33, dtype=torch.long)).backward()
+
+
+def test_mutant_that_counts_scales_as_parameters(monkeypatch):
+    monkeypatch.setattr("streambp.planner.skeleton.Mxfp4Weight", ())
+    with pytest.raises(AssertionError):
+        test_weights_of_gpt_oss_20b_in_mxfp4()
