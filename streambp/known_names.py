@@ -93,6 +93,9 @@ MXFP4_DECODING = "Mxfp4Dequantize"
 MXFP4_QUANTIZER = "transformers.quantizers.quantizer_mxfp4"
 # config attribute: the implementation of expert products
 EXPERTS_IMPLEMENTATION = "_experts_implementation_internal"
+# table of functions by name of implementation, which transformers and programs register
+EXPERTS_TABLE = "ALL_EXPERTS_FUNCTIONS"
+EXPERTS_INTEGRATION = "transformers.integrations.moe"
 # Functions of transformers.integrations that are softmax attention over all keys that a mask
 # allows.
 SOFTMAX_FUNCTIONS = ("sdpa_attention_forward", "flash_attention_forward", "flex_attention_forward")

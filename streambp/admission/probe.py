@@ -66,6 +66,7 @@ from streambp.admission.rehearsal import (
 from streambp.admission.snapshot import StateRestorer
 from streambp.admission.third_party import (
     distinct_attentions,
+    foreign_experts,
     refuse_foreign_attention,
     watched_hooks,
 )
@@ -284,6 +285,11 @@ def _why_not(call: LayerCall, hidden_states: Tensor) -> ProbeResult:
                 outcome = _result_of_error(call, x, upstream, error, state)
         if not outcome.may_change:
             learn_changes(call, state)
+    names = foreign_experts(call.layer_state.layer)
+    if names and outcome.reason == REASON_MIXES_TOKENS:
+        outcome = outcome._replace(
+            reason=f"{REASON_MIXES_TOKENS}; its experts run {', '.join(names)}"
+        )
     return outcome._replace(certain=outcome.certain and hidden_states.shape[-2] > TRIAL_CHUNK_SIZE)
 
 

@@ -29,6 +29,7 @@ import contextlib
 import dis
 import functools
 import itertools
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from types import CodeType
 from typing import Any, NoReturn
@@ -59,6 +60,9 @@ from streambp.known_names import (
     BACKWARD_HOOKS,
     EAGER,
     EAGER_FORWARD,
+    EXPERTS_IMPLEMENTATION,
+    EXPERTS_INTEGRATION,
+    EXPERTS_TABLE,
     FLASH_FORWARD,
     FORWARD_HOOKS,
     GLOBAL_HOOKS,
@@ -284,6 +288,22 @@ def foreign_parts(layer: nn.Module, previous: Callable[..., Any] | None = None) 
             names.append(full_name(of_class))
         elif type(module).__module__.partition(".")[0] not in MODULES_ARE_HARMLESS:
             names.append(f"{type(module).__module__}.{type(module).__name__}")
+    return list(dict.fromkeys([*names, *foreign_experts(layer)]))
+
+
+def foreign_experts(layer: nn.Module) -> list[str]:
+    """Return the names of third-party functions that compute the experts inside a layer, as
+    registered with transformers' experts interface. Such a kernel may drop tokens beyond an
+    expert's capacity, for example, which a trial on a few tokens does not show."""
+    table = getattr(sys.modules.get(EXPERTS_INTEGRATION), EXPERTS_TABLE, {})
+    names = []
+    for module in layer.modules():
+        implementation = getattr(getattr(module, "config", None), EXPERTS_IMPLEMENTATION, None)
+        if not isinstance(implementation, str) or implementation not in table:
+            continue
+        function = table[implementation]
+        if not _is_harmless(function):
+            names.append(f"{full_name(function)} ({implementation})")
     return list(dict.fromkeys(names))
 
 
