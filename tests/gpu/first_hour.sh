@@ -32,7 +32,7 @@ LINES=(
     "default:420 limit:160"
     "setups:150 ops_large:160 errors:120 states:160"
     "offload:160 offload_lora:180 length_16k:120 length_128k:120"
-    "headline_plain:580 peers:580 two_layers:300 offload_full:400 offload_262k:580 errors_right:300 ops_small:300 suite:580 pytest:580 planner:400 exact_all:580"
+    "headline_plain:580 peers:580 two_layers:300 offload_full:400 offload_262k:580 errors_right:300 ops_small:300 suite:580 pytest:580 planner:400 exact_all:580 few_bits:200"
 )
 PEERS="axolotl-liger streambp-liger trl-offload-liger liger alst"
 
@@ -122,6 +122,7 @@ run_step() {
         suite) STREAMBP_TEST_DEVICE=$device tests -n 6 -m "not full and not gpu" $suite ;;
         pytest) tests -m "gpu and not full" tests -k "not precise and not test_rows and not peaks and ($methods)" ;;
         planner) tests -s -m gpu tests/gpu/test_planner.py ;;
+        few_bits) rows few_bits_rows ;;
         exact_all) rows exact_rows --row "float64 $families" ;;
     esac
 }
