@@ -87,7 +87,8 @@ EAGER_FORWARD = "eager_attention_forward"  # a modeling file's function for eage
 IMPLEMENTATION = "_attn_implementation_internal"
 # class of experts in MXFP4, whose kernels have no backward
 MXFP4_EXPERTS = "Mxfp4GptOssExperts"
-# what decodes a checkpoint's MXFP4 weights as they are loaded, and who asks for it
+# module and class of the step that decodes MXFP4 weights as they are loaded, and the module of the
+# class that asks for this step
 MXFP4_INTEGRATION = "transformers.integrations.mxfp4"
 MXFP4_DECODING = "Mxfp4Dequantize"
 MXFP4_QUANTIZER = "transformers.quantizers.quantizer_mxfp4"

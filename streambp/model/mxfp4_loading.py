@@ -1,9 +1,9 @@
 """Load a checkpoint whose experts are in MXFP4 (gpt-oss), and keep them in MXFP4.
 
 transformers trains no weights in MXFP4: it decodes them as they are loaded. Inside `keep_mxfp4` the
-step that decodes keeps the bytes, and the experts get a stand-in for their weight, of the right
-shape and without memory. peft can therefore add adapters to it. At the end the bytes take the
-stand-in's place (`layer/mxfp4.py`).
+step that decodes keeps the bytes instead. The experts get a stand-in for their weight, a tensor of
+the right shape that takes no memory, so peft can add adapters to the weight. The end of the context
+replaces the stand-in by the bytes (`layer/mxfp4.py`).
 """
 
 from __future__ import annotations

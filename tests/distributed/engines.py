@@ -25,6 +25,8 @@ import streambp
 from streambp.model.packed_adapters import activate_packed
 from tests import zoo
 from tests.families import FAMILIES, SIZES, build
+from tests.layer.test_covering_precision import route_by_token
+from tests.layer.test_packed_expert_adapters import as_decoded
 from tests.layer.test_packed_experts import EXPERTS, pack
 from tests.seeds import seed_torch
 
@@ -52,6 +54,10 @@ def model_for(case, seed=0):
             model.set_experts_implementation(case.get("experts", "eager"))
     else:
         model = build(name, seed=seed, **{"num_hidden_layers": 2, **changes})
+    if in_half_precision(case):
+        model.to(getattr(torch, case["dtype"]))
+        if name in MIXTURES:
+            route_by_token(model)
     if case.get("few_bits"):
         quantize_linears(model, case["few_bits"], case.get("decoded", False))
     if case.get("frozen"):
@@ -78,9 +84,16 @@ def model_for(case, seed=0):
                 modules_to_save=["lm_head"] if case.get("head_saved") else None,
             ),
         )
+    if case.get("packed") and case.get("decoded"):
+        return as_decoded(model)
     if case.get("packed"):
         pack_experts(model)
     return model
+
+
+def in_half_precision(case):
+    """A frozen base, whose dtype is that of the decoded weights."""
+    return case.get("dtype") and case.get("lora")
 
 
 def quantize_linears(model, storage, decoded):
@@ -104,7 +117,7 @@ def quantize_linears(model, storage, decoded):
                         values, requires_grad=False, has_fp16_weights=False
                     )
                 else:
-                    new = bitsandbytes.nn.Linear4bit(*sizes, torch.float32, **few_bits)
+                    new = bitsandbytes.nn.Linear4bit(*sizes, values.dtype, **few_bits)
                     new.weight = bitsandbytes.nn.Params4bit(
                         values, requires_grad=False, module=new, **few_bits
                     )
@@ -180,7 +193,7 @@ class SingleProcess:
         self.wrapped.train()
 
     def make_model(self, seed):
-        model = model_for(self.case, seed)
+        model = model_for({**self.case, "decoded": bool(self.case.get("dtype"))}, seed)
         if self.case.get("dtype"):  # the truth for these weights
             model.to(getattr(torch, self.case["dtype"])).float()
         return model

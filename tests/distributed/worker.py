@@ -275,7 +275,8 @@ def run(engine_class, rank, case):
     row["unpatched"]["operations"] = stock.operations
     if single_process is not None:
         row["unpatched"]["single process"] = compare(stock, single_process)
-    truth = train_in_float64(case) if case.get("lora") or case.get("fixed") else None
+    needs_truth = case.get("fixed") or (case.get("lora") and not case.get("dtype"))
+    truth = train_in_float64(case) if needs_truth else None
     if truth is not None:
         row["unpatched"]["rounding"] = compare(stock, truth)
     if case.get("checkpointing"):

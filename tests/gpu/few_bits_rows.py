@@ -67,7 +67,7 @@ SETTINGS: tuple[dict[str, Any], ...] = (
 MAX_FLOAT32_ERROR = 1e-4
 
 
-class Skipped(Exception):
+class SkippedRowError(Exception):
     """A row that cannot run here; the message says why."""
 
 
@@ -86,7 +86,7 @@ def report(args: argparse.Namespace) -> Iterator[Result]:
 def _named(name: str, row: Callable[[], tuple[str, list[str]]]) -> Result:
     try:
         text, problems = row()
-    except Skipped as reason:
+    except SkippedRowError as reason:
         return f"{name:<16}skipped: {reason}", True
     return f"{name:<16}{text}{failed(problems)}", not problems
 
@@ -96,7 +96,7 @@ def with_adapters(model: Any, rank: int = 8) -> Any:
     try:
         peft = importlib.import_module("peft")
     except ImportError as error:
-        raise Skipped("peft is not installed") from error
+        raise SkippedRowError("peft is not installed") from error
     config = peft.LoraConfig(r=rank, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -107,25 +107,27 @@ def quantise(model: Any, name: str, device: str) -> None:
     """Store the Linears of layers as torchao does.
 
     Raises:
-        Skipped: the library or the device has not what it takes.
+        SkippedRowError: the library or the device has not what it takes.
     """
     home, config, settings, capability = TORCHAO[name]
     if capability is not None:
         if device != "cuda":
-            raise Skipped(f"{config} needs a CUDA device")
+            raise SkippedRowError(f"{config} needs a CUDA device")
         if torch.cuda.get_device_capability() < capability:
-            raise Skipped(f"{config} needs compute capability {'.'.join(map(str, capability))}")
+            raise SkippedRowError(
+                f"{config} needs compute capability {'.'.join(map(str, capability))}"
+            )
     try:
         quantization = importlib.import_module(QUANTIZATION)
         made = getattr(importlib.import_module(home), config)(**settings)
     except ImportError as error:
-        raise Skipped(f"torchao: {first_line(error)}") from error
+        raise SkippedRowError(f"torchao: {first_line(error)}") from error
     except AttributeError as error:
-        raise Skipped(f"this torchao has no {config}") from error
+        raise SkippedRowError(f"this torchao has no {config}") from error
     try:
         quantization.quantize_(model.model.layers, made)
     except (ImportError, NotImplementedError, AssertionError, RuntimeError) as error:
-        raise Skipped(f"torchao: {first_line(error)}") from error
+        raise SkippedRowError(f"torchao: {first_line(error)}") from error
 
 
 def torchao_row(name: str, args: argparse.Namespace) -> tuple[str, list[str]]:
@@ -139,7 +141,7 @@ def torchao_row(name: str, args: argparse.Namespace) -> tuple[str, list[str]]:
     try:
         noise = relative_l2(gradients(model, **batch)[1], truth)
     except (RuntimeError, NotImplementedError) as error:
-        raise Skipped(f"the unpatched model has no step: {first_line(error)}") from error
+        raise SkippedRowError(f"the unpatched model has no step: {first_line(error)}") from error
     config = streambp.StreamConfig(kernels="own", chunk_size=length // 4 + 3, unpatched_runs=False)
     streambp.patch(model, config)
     for _ in range(2):
@@ -163,7 +165,7 @@ def in_mxfp4(device: str) -> tuple[Any, Any, list[str]]:
     try:
         reference = importlib.import_module("transformers.integrations.mxfp4")
     except ImportError as error:
-        raise Skipped("this transformers has no MXFP4") from error
+        raise SkippedRowError("this transformers has no MXFP4") from error
     sizes = {"hidden_size": 64, "intermediate_size": 32}
     model = zoo.build("gpt_oss", torch.float32, **sizes).to(device)
     seed_torch(1)

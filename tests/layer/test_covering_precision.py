@@ -42,7 +42,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:Move the model to an accelerator
 CLASSES = 4  # of tokens, which go to the same experts
 LENGTH = 125
 MODELS_OF_AN_ERROR = {"gpt_oss": 16}  # its ratios scatter by a fifth; 8 of other families
-LINEARS_IN_FEW_BITS = ("4-bit Linears", "int8", "4-bit Linears and experts")
+LINEARS_IN_FEW_BITS = (
+    "4-bit Linears", "int8", "int4", "float8 weights", "4-bit Linears and experts",
+)  # fmt: skip
 # Float8 Linears cast in each call: tests/layer/test_float8_linears.py. Linears in few bits are alike
 # in all mixtures.
 KINDS = tuple(

@@ -72,9 +72,22 @@ def in_nf4(model):
     model.is_loaded_in_4bit = True
 
 
-def in_int8(model):
+def by_torchao(model, config, **settings):
     library = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
-    library.quantize_(layers_of(model), library.Int8WeightOnlyConfig())
+    library.quantize_(layers_of(model), getattr(library, config)(**settings))
+
+
+def in_int8(model):
+    by_torchao(model, "Int8WeightOnlyConfig")
+
+
+def in_int4(model):
+    """For a CPU: int4's numbers in a byte each."""
+    by_torchao(model, "IntxWeightOnlyConfig", weight_dtype=torch.int4)
+
+
+def in_float8_weights(model):
+    by_torchao(model, "Float8WeightOnlyConfig")
 
 
 def in_float8(model):
@@ -123,12 +136,22 @@ BASES = {
     "4-bit experts": Base(packed=True),
     "4-bit Linears and experts": Base(in_nf4, packed=True),
     "int8": Base(in_int8),
+    "int4": Base(in_int4),
+    "float8 weights": Base(in_float8_weights),
     "float8": Base(in_float8, stored_in_few_bits=False),
 }
+OF_TORCHAO = {
+    "int8": "Int8Tensor",
+    "int4": "IntxUnpackedToInt8Tensor",
+    "float8 weights": "Float8Tensor",
+}
+# Linears of torchao are alike in all mixtures: those beside int8 are in one of them.
+ELSEWHERE = set(itertools.product(("mixtral", "gpt_oss"), ("int4", "float8 weights")))
 CELLS = tuple(
     cell
     for cell in itertools.product(FAMILIES, BASES, ADAPTERS, SETTINGS)
-    if cell[0] in MIXTURES or not (BASES[cell[1]].packed or cell[2] in ("experts", "both"))
+    if (cell[0] in MIXTURES or not (BASES[cell[1]].packed or cell[2] in ("experts", "both")))
+    and cell[:2] not in ELSEWHERE
 )
 
 
@@ -182,8 +205,8 @@ def models_of(family, base, adapters, dtype, seed=1):
 
 def refusal_of(base, settings):
     """What the error of a cell that is refused says."""
-    if base == "int8" and settings == "weights on the host":
-        return "Int8Tensor on cpu, which weights='cpu' cannot keep on the host"
+    if base in OF_TORCHAO and settings == "weights on the host":
+        return f"{OF_TORCHAO[base]} on cpu, which weights='cpu' cannot keep on the host"
     return None
 
 

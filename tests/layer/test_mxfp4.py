@@ -39,6 +39,7 @@ quantization = pytest.importorskip("transformers.utils.quantization_config", rea
 pytestmark = pytest.mark.filterwarnings("ignore:Move the model to an accelerator")
 SIZES = {"hidden_size": 64, "intermediate_size": 32}
 TARGETS = {
+    "none": None,  # all but the experts' weights is trained
     "attention": {"target_modules": ["q_proj", "v_proj"]},
     "experts": {
         "target_modules": [],
@@ -81,6 +82,10 @@ def loaded(folder, dtype, adapters):
     )
     model.to(dtype)  # older releases of transformers decode to bfloat16
     model.set_experts_implementation(IMPLEMENTATIONS.get(dtype, "grouped_mm"))
+    if adapters == "none":
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not name.endswith(EXPERTS))
+        return model.to(dtype).train()
     config = peft.LoraConfig(r=4, lora_alpha=8, init_lora_weights=False, **TARGETS[adapters])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -102,8 +107,9 @@ def check(folder, dtype, adapters, settings):
     """Two steps; the second runs without trials. Return the weights that the second decodes."""
     expected = gradients(loaded(folder, dtype, adapters), **batch_of())
     assert any("experts" in name for name in expected[1]) == (adapters != "attention")
+    has_factors = adapters in ("experts", "both")
     model = kept(folder, dtype, adapters)
-    if adapters == "attention":
+    if not has_factors:
         unpatched = gradients(model, **batch_of())
         assert torch.equal(unpatched[0], expected[0])
         assert all(torch.equal(unpatched[1][name], value) for name, value in expected[1].items())
@@ -115,7 +121,7 @@ def check(folder, dtype, adapters, settings):
     assert worst_error(computed[1], expected[1]) <= BARS[dtype]
     text = str(streambp.describe(ours))
     assert "streams: 2 x" in text
-    assert (ADDED_ONCE_TEXT in text) == (adapters != "attention")
+    assert (ADDED_ONCE_TEXT in text) == has_factors
     assert not parametrize._cache_enabled
     return len(decoded)
 
