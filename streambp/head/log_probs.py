@@ -16,9 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from streambp.accumulate import GradientSum, add_product
 from streambp.device import has_data
+from streambp.distributed.engines import engine_of_parameter, full_shape
 from streambp.errors import BackwardError, StreamBPError
 from streambp.foreign import torch_own
 from streambp.head.blocks import (
@@ -245,7 +247,8 @@ def token_log_probs(
 
     Raises:
         StreamBPError: an argument is no tensor, or its shape or kind does not fit, a label lies
-            outside the vocabulary, or a metric is unknown.
+            outside the vocabulary, a metric is unknown, or an engine has only a shard of the weight
+            on this rank.
     """
     unknown = sorted(set(metrics) - set(METRICS))
     if unknown:
@@ -253,6 +256,7 @@ def token_log_probs(
             f"metrics names {unknown}, which streambp does not compute. Use some of "
             f"{list(METRICS)}."
         )
+    _refuse_shards(weight=weight, bias=bias)
     check_tensors(
         hidden_states=(hidden_states, "... h", "floating"),
         weight=(weight, "V h", "floating"),
@@ -273,6 +277,29 @@ def token_log_probs(
         inputs, fields, flat, weight, bias, *inputs.norm_parameters.current()
     )
     return TokenLogProbs(*values).each(lambda value: value.view(labels.shape))
+
+
+def _refuse_shards(**tensors: Any) -> None:
+    """Raise if FSDP2 or ZeRO-3 has only a shard of a parameter on this rank, as outside of the
+    forward of the module that they wrap.
+
+    Args:
+        tensors: weight [V, h] and bias [V] of the output projection, by name; None is skipped.
+
+    Raises:
+        StreamBPError: a tensor is a shard. The message names the engine.
+    """
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            continue
+        engine = engine_of_parameter(tensor)
+        if isinstance(tensor, DTensor) or full_shape(tensor) != tensor.shape:
+            raise StreamBPError(
+                f"{name} is a parameter of which {engine} has only a shard on this rank. Call "
+                "token_log_probs inside the forward of the module that the engine wraps, where "
+                "parameters are complete, or call the patched model with labels and "
+                "output_log_probs=True."
+            )
 
 
 def make_inputs(

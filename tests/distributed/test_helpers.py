@@ -2,7 +2,8 @@
 orders of wrapping: the steps are those of the unpatched engine, or the helper is refused with the
 engine's name and leaves the model usable.
 
-covers: integrations/in_backward.py, distributed/engines.py, model/warm_up.py, verify/compare.py
+covers: integrations/in_backward.py, distributed/engines.py, model/warm_up.py, verify/compare.py,
+  head/log_probs.py
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch.distributed as dist
 
 import streambp
 from streambp.errors import ConfigError, StreamBPError
+from streambp.head import log_probs, token_log_probs
 from streambp.integrations import in_backward, optimizer_in_backward
 from streambp.verify import verify
 from tests.distributed.engines import ENGINES, config_for
@@ -45,6 +47,10 @@ def sgd(parameters):
 def apply(case, model):
     """Call the case's helper on what the program holds; what it returns."""
     helper, batch = case["helper"], make_batch("plain", length=17, seed=99)
+    if helper in ("token_log_probs", "describe"):
+        return None
+    if helper == "unpatch":
+        return streambp.unpatch(model)
     if helper == "optimizer_in_backward":
         hidden = case["order"] == "before the group"
         with (
@@ -58,6 +64,17 @@ def apply(case, model):
     return verify(model, seq_len=17, chunk_size=5)
 
 
+def loss_of_tokens(wrapped, given, batch):
+    """Return the mean over labels by `token_log_probs`, called outside of the model's forward, with
+    the head's weight as `given` has it."""
+    inputs = {name: x for name, x in batch.items() if name != "labels"}
+    output = wrapped(**inputs, use_cache=False, output_hidden_states=True)
+    weight = next(p for name, p in given.named_parameters() if name.endswith("lm_head.weight"))
+    labels = batch["labels"][:, 1:]
+    scored = token_log_probs(output.hidden_states[-1][:, :-1], weight, labels)
+    return -scored.log_probs.sum() / (labels != -100).sum()
+
+
 def adapter(case, rank, helped):
     """The engine's adapter (`engines.py`), patched, with the helper called around it as the case
     says; or unpatched."""
@@ -66,6 +83,7 @@ def adapter(case, rank, helped):
 
     class Around(base):
         handle = None
+        refused = False
 
         def wrap(self, model):
             if helped and case["helper"] != "verify":
@@ -75,6 +93,16 @@ def adapter(case, rank, helped):
             if helped and case["helper"] == "verify":
                 streambp.patch(model, config_for({}, rank))
             return super().wrap(model)
+
+        def loss(self, batch):
+            if self.refused or not helped or case["helper"] not in ("describe", "token_log_probs"):
+                return super().loss(batch)
+            given = self.module if case.get("given") == "inner" else self.wrapped
+            if case["helper"] == "describe":
+                said = f"{streambp.describe(given)} {streambp.last_step(given)}"
+                assert "Qwen3DecoderLayer" in said
+                return super().loss(batch)
+            return loss_of_tokens(self.wrapped, given, batch)
 
     zero = (
         {"stage": STAGES[name], "zero": {"stage3_param_persistence_threshold": 0}}
@@ -127,7 +155,9 @@ def run(case, rank):
         row["in"] = "the first step" if engine is not None else "the call"
         if engine is not None:
             assert distance(engine.weights(), initial) == 0.0
-            engine.handle.remove()
+            engine.refused = True
+            if engine.handle is not None:
+                engine.handle.remove()
     if "refused" in row:
         if engine is None:
             engine = adapter(case, rank, helped=False)
@@ -205,6 +235,7 @@ NAMES = {
     "pipeline": "pipeline",
     **dict.fromkeys(STAGES, "ZeRO"),
 }
+HELPERS = ("optimizer_in_backward", "warm_up", "verify", "token_log_probs", "describe", "unpatch")
 ORDERS = ("before the group", "before", "after")
 
 
@@ -226,6 +257,10 @@ def cases(helper, engines):
 def expected(setting, ranks):
     """Where a case is refused; None: its steps are those of the unpatched engine."""
     helper, engine, order = setting["helper"], setting["engine"], setting["order"]
+    if helper == "token_log_probs":
+        return "the first step" if engine in ("fsdp", "zero-3") else None
+    if helper in ("describe", "unpatch"):
+        return None
     if helper != "optimizer_in_backward":
         if (
             order == "before"
@@ -280,13 +315,14 @@ def test_an_optimizer_in_backward():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("helper", ["optimizer_in_backward", "warm_up", "verify"])
+@pytest.mark.parametrize("helper", HELPERS)
 def test_each_helper_under_torchs_engines(helper):
-    check("torch", cases(helper, ["ddp", "fsdp"] + ["pipeline"] * (helper != "verify")))
+    hooks = helper in ("optimizer_in_backward", "warm_up")
+    check("torch", cases(helper, ["ddp", "fsdp"] + ["pipeline"] * hooks))
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("helper", ["optimizer_in_backward", "warm_up", "verify"])
+@pytest.mark.parametrize("helper", HELPERS)
 @pytest.mark.parametrize("engine", STAGES)
 def test_each_helper_under_zero(engine, helper):
     check("deepspeed", cases(helper, [engine]))
@@ -309,6 +345,30 @@ def in_group(monkeypatch, ranks):
 
 def tiny():
     return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+
+
+def shard(shape):
+    """Return what ZeRO-3 leaves of a parameter on a rank between gathers."""
+    parameter = torch.nn.Parameter(torch.empty(0))
+    parameter.ds_id, parameter.ds_shape = 0, torch.Size(shape)
+    return parameter
+
+
+def test_a_shard_of_the_heads_weight_is_named():
+    hidden, labels = torch.randn(2, 5, 4), torch.zeros(2, 5, dtype=torch.long)
+    with pytest.raises(StreamBPError, match="weight is a parameter of which DeepSpeed's ZeRO-3"):
+        token_log_probs(hidden, shard((7, 4)), labels)
+    with pytest.raises(StreamBPError, match="bias is a parameter of which DeepSpeed's ZeRO-3"):
+        token_log_probs(hidden, torch.randn(7, 4), labels, bias=shard((7,)))
+    gathered = shard((7, 4))
+    gathered.data = torch.randn(7, 4)
+    assert token_log_probs(hidden, gathered, labels).log_probs.isfinite().all()
+
+
+def test_mutant_nobody_looks_for_shards(monkeypatch):
+    monkeypatch.setattr(log_probs, "_refuse_shards", lambda **tensors: None)
+    with pytest.raises(AssertionError):
+        test_a_shard_of_the_heads_weight_is_named()
 
 
 def weights(model):
