@@ -7,6 +7,8 @@ autograd adds the gradients of both heads, and the backbone is differentiated on
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from typing import Any
 
 import torch
@@ -45,6 +47,20 @@ def blockwise_values(hidden_states: Tensor, norm: nn.Module | None, head: nn.Mod
     return torch.cat(parts).view(hidden_states.shape[:-1])
 
 
+@functools.cache
+def _with_values(kind: Any) -> Any:
+    """Return a subclass of TRL's output class with one more dataclass field, `state_values`.
+
+    FSDP2 and DDP look for tensors with gradients in declared fields alone. Without the field FSDP2
+    does not gather the final norm's weight before the values' backward, and DDP with
+    find_unused_parameters=True takes the value head for unused.
+    """
+    field = ("state_values", Tensor | None, None)
+    return dataclasses.make_dataclass(
+        kind.__name__, [field], bases=(kind,), namespace={"__module__": __name__}
+    )
+
+
 class PolicyAndValueHead(FusedHead):
     """Fused head (`FusedHead`) that also returns `state_values`: for each label, the predicted
     value of the state before the label's token."""
@@ -75,20 +91,20 @@ class PolicyAndValueHead(FusedHead):
             request: record with the hidden states and the final norm, which the value head reads.
         """
         result = super().output(kwargs, output, values, request)
-        if self.with_values:
-            value_model = getattr(self.module, VALUE_MODEL, None)
-            if value_model is None:
-                head = getattr(self.module, VALUE_HEAD)
-                assert request.hidden_states is not None
-                result["state_values"] = blockwise_values(
-                    request.hidden_states(), request.norm, head
-                )
-            else:
-                inputs = {}
-                for name in ("input_ids", "attention_mask", "position_ids"):
-                    if name in kwargs:
-                        inputs[name] = kwargs[name]
-                of_states = value_model(**inputs, use_cache=False).logits.squeeze(-1)  # [B, T]
-                wide = of_states.to(torch.promote_types(of_states.dtype, torch.float32))
-                result["state_values"] = wide[:, : values.log_probs.shape[1]]
-        return result
+        if not self.with_values:
+            return result
+        value_model = getattr(self.module, VALUE_MODEL, None)
+        if value_model is None:
+            head = getattr(self.module, VALUE_HEAD)
+            assert request.hidden_states is not None
+            state_values = blockwise_values(request.hidden_states(), request.norm, head)
+        else:
+            inputs = {}
+            for name in ("input_ids", "attention_mask", "position_ids"):
+                if name in kwargs:
+                    inputs[name] = kwargs[name]
+            of_states = value_model(**inputs, use_cache=False).logits.squeeze(-1)  # [B, T]
+            wide = of_states.to(torch.promote_types(of_states.dtype, torch.float32))
+            state_values = wide[:, : values.log_probs.shape[1]]
+        kind = _with_values(type(result))
+        return kind(**result, state_values=state_values)
