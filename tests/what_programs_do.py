@@ -1932,3 +1932,13 @@ def _(t: Trial) -> None:
         )  # fmt: skip
         transformers.Trainer(t.model, arguments, train_dataset=rows).train()
     t.step()
+
+
+@program(BETWEEN_STEPS, "adds up gradients with those of a batch without a label, counted as 0")
+def _(t: Trial) -> None:
+    t.patch()
+    t.step()
+    empty = {**t.batch, "labels": torch.full_like(t.batch["labels"], -100)}
+    t.clear()
+    t.model(**empty, num_items_in_batch=torch.tensor(0), use_cache=False).loss.backward()
+    t.forward().backward()
