@@ -33,12 +33,12 @@ def coarsest_dtype(call: LayerCall, x: Tensor) -> torch.dtype:
 
 
 def gradient_tolerance(dtype: torch.dtype) -> float:
-    """Return the tolerance for a comparison of gradients in two runs of a layer: the norm of the
-    difference, relative to the gradients' norm. The tolerance for half precision is wider than the
-    one for outputs. Rounding in half precision may flip a ReLU, which changes gradients more.
+    """Return the tolerance for comparing the gradients of two runs of a layer: the largest allowed
+    norm of their difference, divided by the norm of the gradients. Gradients in half precision have
+    a wider tolerance than outputs, because rounding may flip a ReLU.
 
     Args:
-        dtype: the result of `coarsest_dtype`.
+        dtype: the result of `coarsest_dtype`, the least precise dtype in which the layer computes.
     """
     return TOLERANCES.get(dtype, HALF_TOLERANCE) + EPS_FACTOR * torch.finfo(dtype).eps
 

@@ -20,8 +20,9 @@ from streambp.known_names import COLLECTIVES
 
 
 class CollectiveGuard(TorchDispatchMode):
-    """Torch dispatch mode for a layer's test that raises before a collective of torch.distributed
-    runs. Each chunk would run the collective, and ranks with fewer chunks would not take part.
+    """Torch dispatch mode for a layer's test run. The mode raises before a collective of
+    torch.distributed, such as an all-reduce, runs. A layer in chunks would call the collective once
+    for each chunk, and ranks with more chunks would wait for ever.
 
     Attributes:
         layer: the decoder layer that is tested.
@@ -55,8 +56,12 @@ class CollectiveGuard(TorchDispatchMode):
 
 @contextlib.contextmanager
 def forbid_collectives(layer: nn.Module) -> Iterator[None]:
-    """Context manager for a test run of a layer, in which collectives raise if there are several
-    ranks. Each chunk would run the collective, and ranks with fewer chunks would not take part.
+    """Context manager for a test run of a layer. If there are several ranks, a collective of
+    torch.distributed in the layer's forward raises. Such a layer cannot run in chunks: ranks with
+    more chunks would call the collective more often, and wait for ever.
+
+    Args:
+        layer: the decoder layer, named in the error.
 
     Raises:
         UnsupportedModelError: the layer called a collective.

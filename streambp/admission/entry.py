@@ -127,15 +127,18 @@ def admit(
     strategy: Strategy,
     forks: Forks = (),
 ) -> LayerCall | CallReport:
-    """Decide how a call of a decoder layer runs. Return a `LayerCall` that runs in chunks, or a
-    report with the reason for an unchunked run. Raise StreamBPError if neither would be exact.
+    """Decide how a call of a decoder layer runs. Return a `LayerCall` that runs in chunks of the
+    sequence, or a report with the reason to run all tokens at once. Raise StreamBPError if neither
+    would be exact.
 
     Args:
         layer_state: the decoder layer, with its settings and test results.
         args, kwargs: the arguments of the layer's forward.
-        rows: document boundaries of packed rows, from position_ids; None: no such boundaries.
+        rows: boundaries of the documents in packed rows, read from position_ids; None: no such
+            boundaries.
         strategy: functions that compute the layer on one rank, or with a sequence split over ranks.
-        forks: pairs (start, origin): states at `start` continue from the prefix up to `origin`.
+        forks: pairs (start, origin) of positions in a packed row whose documents share a prefix.
+            Recurrent states at `start` continue from the prefix that ends at `origin`.
     """
     snapshot = layer_state.fingerprint.take_snapshot(layer_state.layer)
     layer_state.cached_result(_refuse_inner_fsdp)
@@ -228,15 +231,17 @@ def _test_call(call: LayerCall, rows: PackedRows | None) -> LayerCall | CallRepo
 
 
 def _refuse_inseparable_documents(layer_state: LayerState, rows: PackedRows) -> None:
-    """Raise if a layer would carry recurrent states from one packed document to the next. Other
-    layers contain modules that can be called for one document at a time. [Note: segments]
+    """Raise if a layer would carry recurrent states from one document of a packed row to the next.
+    Layers are accepted if modules inside can be called once for each document, and hold the states
+    themselves. [Note: segments]
 
     Args:
         layer_state: the decoder layer, with its settings and test results.
         rows: the documents that position_ids mark.
 
     Raises:
-        UnsupportedModelError: no module inside the layer can be called for one document.
+        UnsupportedModelError: no module inside the layer can be called for one document, or the
+            layer gets its states as an argument.
     """
     if mixers_of(layer_state.layer) and not layer_state.kind.states.returned:
         return
@@ -250,12 +255,12 @@ def _refuse_inseparable_documents(layer_state: LayerState, rows: PackedRows) -> 
 
 
 def _test_layer(call: LayerCall) -> tuple[Exception | None, Verdict]:
-    """Run the tests of a layer for this call, on a few random tokens. During the tests the layer's
-    weights are on the device, autocast is off, and collectives raise.
+    """Test on a few random tokens if the layer may run in chunks for this call. During the tests
+    the layer's weights are on the device, autocast is off, and collectives raise.
 
     Returns:
-        A pair: the exception that the layer raised in the test for in-place writes (None: no
-        exception), and the decision whether the call runs in chunks.
+        A pair (exception, decision). The exception is that of the layer in the test for in-place
+        writes, or None. The decision is the `Verdict` whether the call runs in chunks.
     """
     layer_state = call.layer_state
     if call.snapshot.hooks.ids and has_data(call.hidden_states):
@@ -299,12 +304,13 @@ def _progress_text(layer_state: LayerState) -> str:
 
 
 def _run_tests(call: LayerCall) -> tuple[Exception | None, Verdict]:
-    """Run the three tests of a layer: for values that third-party code stores, for tensors that the
-    layer overwrites in place, and for equal results of chunks and of the full sequence.
+    """Run the three tests of a layer on a few random tokens. The tests find values that third-party
+    code stores, tensors that the layer overwrites in place, and results that differ between chunks
+    and the full sequence.
 
     Returns:
-        A pair: the exception that the layer raised in the test for in-place writes (None: no
-        exception), and the decision whether the call runs in chunks.
+        A pair (exception, decision). The exception is that of the layer in the test for in-place
+        writes, or None. The decision is the `Verdict` whether the call runs in chunks.
     """
     refuse_compiled_attention(call.layer_state.layer)
     reason = why_untestable(call) or why_scaled(call.layer_state.layer)
@@ -384,10 +390,15 @@ def _run_in_chunks(call: LayerCall, strategy: Strategy) -> Any:
 
 
 def _why_not_between_documents(layer_state: LayerState, arguments: Arguments) -> str | None:
-    """Return the reason, as text for `streambp.describe`, to run a layer with recurrent states
-    unchunked. The reason is that chunks cannot follow the packed documents that its arguments
-    (seq_idx, cu_seq_lens_q) mark. None if chunks can follow the documents, or if the arguments mark
-    none."""
+    """Return the reason, as text for `streambp.describe`, to run a layer with recurrent states on
+    all tokens at once. The reason is packed documents, marked by the layer's arguments (seq_idx,
+    cu_seq_lens_q), that chunks cannot follow. None if chunks can, or if the arguments mark no
+    documents.
+
+    Args:
+        layer_state: the decoder layer, with its settings and test results.
+        arguments: the arguments of the layer's call.
+    """
     documents = arguments.documents
     if documents is None:
         return None
@@ -413,12 +424,13 @@ def _why_not_between_documents(layer_state: LayerState, arguments: Arguments) ->
 
 
 def _pass_documents(layer_state: LayerState, rows: PackedRows, arguments: Arguments) -> None:
-    """Pass the documents that position_ids mark to the attention mask, and to kernels of recurrent
-    states that accept document boundaries.
+    """Pass document boundaries of packed rows on to the layer. The attention mask gets the end of
+    each document, so that tokens attend within their document. Kernels of recurrent states get the
+    boundaries as arguments, if they have arguments for this purpose.
 
     Args:
         layer_state: the decoder layer, with its settings and test results.
-        rows: the documents.
+        rows: the documents that position_ids mark.
         arguments: the layer's arguments, which are changed.
     """
     mask = attention_mask_of(arguments.by_name)
@@ -431,8 +443,9 @@ def _pass_documents(layer_state: LayerState, rows: PackedRows, arguments: Argume
 
 
 def _refuse_inner_fsdp(layer: nn.Module) -> None:
-    """Raise UnsupportedModelError if `fully_shard` was applied to a module inside the decoder
-    layer. FSDP would gather such a module once for each chunk."""
+    """Raise UnsupportedModelError if FSDP2's `fully_shard` was applied to a module inside the
+    decoder layer. FSDP would gather the module's parameters once for each chunk, and gradients
+    would be lost. `fully_shard` on the layer itself is supported."""
     for name, module in layer.named_modules():
         if module is not layer and is_fsdp_unit(module):
             raise UnsupportedModelError(

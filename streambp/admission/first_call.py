@@ -22,13 +22,13 @@ TOKEN_SCALE = (
 
 
 def find_values_set_once(call: LayerCall, x: Tensor, state: StateRestorer) -> list[str]:
-    """Return the names of the values that a layer sets at its first call and never again; [] if
-    there are none. An example is a scale computed from the first batch. Chunks would compute the
-    value from the first chunk, so the caller runs the layer unchunked.
+    """Return the names of the values that a layer computes from the tokens of its first call and
+    never changes again, such as a scale; [] if there are none. Chunks would compute the value from
+    the first chunk alone, so the caller runs the layer unchunked.
 
-    If a stored value has changed since the start of the test, the layer runs again: on the same
-    tokens, and on fewer tokens with larger values. Values that change again are left out of the
-    result, and constants, which do not depend on the tokens, too.
+    If a stored value has changed since the start of the test, the layer runs again, on the same
+    tokens and on fewer, larger ones. A value that later runs change too is left out of the result.
+    A value that does not depend on the tokens is left out as well.
 
     Args:
         call: the layer's call on one batch, with its arguments and chunks.
@@ -77,8 +77,9 @@ def _repeats(first: Tensor, repeated: Tensor) -> bool:
 
 
 def _run_once(call: LayerCall, x: Tensor) -> Tensor:
-    """Run the layer once for `find_values_set_once`, on x [..., B, t, h] in one chunk and in the
-    layer's train or eval mode, and return the output. All runs use the same random numbers."""
+    """Run the layer for `find_values_set_once` on x [..., B, t, h], all tokens at once and in the
+    layer's present train or eval mode. Return the output. Every call draws the same random numbers,
+    so that two calls can be compared."""
     graph = torch.is_grad_enabled() and may_have_graphs(call)
     prefix = causal_prefix(call, x.shape[-2])
     prefix.overwritten = graph  # the layer may write to its attention's output

@@ -76,12 +76,12 @@ def _scales(cast: Any) -> bool:
 
 
 def _field_equals(cast: Any, field: str, value: str) -> bool:
-    """True if a field contains the enum member with this value. False for any other member, or if
-    the field is missing.
+    """True if a field of torchao's configuration contains the enum member with this value. False
+    for any other member, or if the configuration has no such field.
 
     Args:
         cast: torchao's configuration of an operand's cast to float8.
-        field: name of the field.
+        field: name of the field, such as "scaling_type".
         value: value of the enum member, such as "disabled".
     """
     return bool(getattr(getattr(cast, field, None), "value", None) == value)

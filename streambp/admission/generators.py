@@ -135,11 +135,12 @@ def restore_module_state(
 
 @contextlib.contextmanager
 def trial_context(call: LayerCall) -> Iterator[StateRestorer]:
-    """Context manager for a test run of a layer: its attributes, buffers and random generators are
-    restored afterwards. Yields the `StateRestorer` object, which can also restore the attributes
-    between two runs.
+    """Context manager for a test run of a layer: the layer's attributes, buffers and random
+    generators are restored afterwards. Yields the `StateRestorer` object, which can also restore
+    the attributes between two runs.
 
-    Must be entered inside `LayerCall.prepare_layer`, which changes modules and configs.
+    Must be entered inside `LayerCall.prepare_layer`. The changes that `prepare_layer` makes to
+    modules and configs then belong to the state that is restored.
     """
     buffers, generators = (
         buffers_of(call.layer_state.layer),
@@ -154,12 +155,13 @@ def trial_context(call: LayerCall) -> Iterator[StateRestorer]:
 
 
 def learn_changes(call: LayerCall, state: StateRestorer) -> None:
-    """Ignore attributes that a test run has changed, such as a counter, in later comparisons of the
-    layer. Buffers stay compared, although copies replace them during the test.
+    """Take a new snapshot of the layer after a test run. Snapshots are compared to detect a changed
+    layer. Later comparisons ignore the attributes that the run has changed, for example a counter.
+    Buffers are still compared: the run wrote to copies of them.
 
     Args:
-        call: the layer's call, whose snapshot is renewed.
-        state: the result of `trial_context`.
+        call: the layer's call, whose attribute `snapshot` is replaced.
+        state: the `StateRestorer` that `trial_context` yields, with the original buffers.
     """
     fingerprint = call.layer_state.fingerprint
     with use_buffers(state.buffers):

@@ -118,11 +118,13 @@ def roots_of(layer_state: LayerState, snapshot: LayerSnapshot) -> Roots:
 def extend_kind(
     layer_state: LayerState, snapshot: LayerSnapshot, kind: CallKind, hidden_states: Tensor
 ) -> CallKind:
-    """Return `kind`, the key of the layer's test results, with an added entry for values that
-    third-party code inside the layer stores. The layer is therefore tested again after a changed
-    flag or string, and for a call whose number of tokens is a size of a stored tensor.
+    """Return `kind`, the key under which test results of the layer are stored, with an added entry
+    for values that third-party code inside the layer stores. A different entry makes `streambp`
+    test the layer again.
 
-    `kind` is returned unchanged if no third-party code runs inside.
+    The entry changes with a stored flag or string, and with a number that becomes zero or nonzero.
+    The entry also contains a flag: True if a stored tensor has one entry for each of the T tokens
+    of this call. `kind` is returned unchanged if no third-party code runs inside.
 
     Args:
         layer_state: the decoder layer, with its settings and test results.
@@ -150,13 +152,16 @@ def extend_kind(
 
 
 def _flag(path: str, value: Any) -> list[tuple[str, Any]]:
-    """Return the part of a stored value that belongs to the key of test results. The layer is
-    tested again if this part changes. The part of a flag is the flag, of a number `value != 0`, and
-    of a string the string without digits. The part of a container's length is a constant, so that
-    only the container's existence counts.
+    """Return the part of a value, stored by third-party code, that becomes part of the key of the
+    layer's test results. A change of this part makes `streambp` test the layer again, and all other
+    changes do not.
+
+    The part of a number is `value != 0`, and of a string the string without digits. The part of a
+    container's length is a constant: only the container's existence counts. All other values are
+    returned as they are.
 
     Args:
-        path: the value's path from the third-party code that stores it.
+        path: the value's path, such as "mlp.kept[3]"; "len(...)" for a container's length.
         value: a flag, number, string or length of a container.
 
     Returns:
@@ -192,8 +197,9 @@ def _third_party_code(layer: nn.Module) -> Roots:
 
 
 def restore_stored_values(call: LayerCall) -> contextlib.AbstractContextManager[Any]:
-    """Return a context manager for a test run of a layer on random tokens. Values that third-party
-    code stores during the run are removed afterwards."""
+    """Return a context manager for a test run of a layer on random tokens. Third-party code may
+    store values of these tokens, for example in a list. The end of the context removes such values,
+    and puts earlier values back."""
     roots = roots_of(call.layer_state, call.snapshot) if call.device.type != "meta" else []
     return undo_changes(roots) if roots else contextlib.nullcontext()
 
@@ -201,8 +207,9 @@ def restore_stored_values(call: LayerCall) -> contextlib.AbstractContextManager[
 def recomputation_context(
     layer_state: LayerState, snapshot: LayerSnapshot
 ) -> contextlib.AbstractContextManager[Any]:
-    """Return a context manager for the recomputation in backward. Values that third-party code
-    stores meanwhile are removed afterwards; those of forward stay.
+    """Return a context manager for the recomputation of a layer in backward. Third-party code that
+    stores values in forward, for example in a list, stores them a second time. The end of the
+    context removes these second values, and leaves those of forward.
 
     Args:
         layer_state: the decoder layer, with its settings and test results.
@@ -287,8 +294,9 @@ def _is_of_a_chunk(shape: Sequence[int], call: LayerCall) -> bool:
 
 
 def _refuse(call: LayerCall, value_text: str) -> NoReturn:
-    """Raise StreamBPError for a value of one chunk that third-party code stored. Later calls with
-    arguments of the same form and the same hooks run unchunked.
+    """Raise StreamBPError because third-party code has stored a value that belongs to a single
+    chunk. Before raising, store the decision that later calls with arguments of the same form run
+    on all tokens at once, where the stored value is right.
 
     Args:
         call: the layer's call on one batch, with its arguments and chunks.
@@ -323,11 +331,12 @@ def why_untestable(call: LayerCall) -> str | None:
 
 
 def why_kept(call: LayerCall) -> tuple[str | None, Exception | None]:
-    """Test on random tokens if the values that third-party code in a layer stores are the same in
-    chunks and unchunked. [Note: kept values]
+    """Test on random tokens if third-party code in a layer stores the same values in chunks as on
+    all tokens at once. [Note: kept values]
 
-    The test runs once for each kind of call: form of arguments, and structure of the layer. The
-    test may change the kind (`call.arguments.kind`), which is the key of test results.
+    The test runs once for each kind of call: form of arguments, and structure of the layer. Values
+    that code has stored in the test are left out of the kind from then on. `call.arguments.kind`,
+    under which test results are stored, is therefore computed anew.
 
     Returns:
         A pair: the reason, as text for `streambp.describe`, to run the layer unchunked, and the
@@ -428,13 +437,13 @@ def _why_kept(call: LayerCall, x: Tensor, roots: Roots, state: StateRestorer) ->
 
 
 def _why_kept_before(layer_state: LayerState, roots: Roots) -> str | None:
-    """Return the reason, as text for `streambp.describe`, to run calls of a new kind unchunked. A
-    kind is the form of a call's arguments, and the layer's structure. The reason is that
-    third-party code stored values in calls of another kind, and these values differed in chunks.
+    """Return the reason, as text for `streambp.describe`, to run calls of a new kind unchunked,
+    where a kind is the form of a call's arguments and the layer's structure. The reason is an
+    earlier test with another kind of call: third-party code stored values that differed in chunks.
     None if no such value is reachable.
 
-    Code may store a value in some calls alone: every tenth, or where a maximum grows. Calls of a
-    new kind may do so later, even if their own test stored nothing.
+    Code may store a value in some calls alone, such as every tenth. Calls of the new kind may
+    therefore store such values later, even if their own test stored none.
 
     Args:
         layer_state: the decoder layer, with its settings and test results.
@@ -633,7 +642,9 @@ def _differences(
 
 
 def _values_agree(first_value: Any, other_value: Any, tolerance: float) -> bool:
-    """True if two stored values are equal, numbers and tensors up to a relative `tolerance`."""
+    """True if two values, which third-party code has stored in two test runs, are equal. Numbers,
+    tensors and arrays may differ by the relative `tolerance`; a tensor's difference is measured by
+    its norm."""
     if (
         isinstance(first_value, np.ndarray)
         and isinstance(other_value, np.ndarray)
@@ -712,9 +723,10 @@ def _disable_dropout(call: LayerCall) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _training_grad_mode(call: LayerCall) -> Iterator[None]:
-    """Context manager for a test run of a layer on the call's full length. Grad mode stays on if
-    the call has it on. The layer's parameters are then detached, so that the run builds no graph.
-    Values that third-party code stores in the run are removed afterwards."""
+    """Context manager for a test run of a layer on the call's full length, in the call's grad mode.
+    If grad mode is on, detached aliases replace the layer's parameters, so that the run builds no
+    graph. Grad mode is off for a layer that cannot have a graph. Values that third-party code
+    stores in the run are removed afterwards."""
     parameters = Parameters(
         call.layer_state.layer, call.device, call.layer_state.cached_result(slots_of)
     )

@@ -38,14 +38,15 @@ from streambp.recurrent.segments import mixers_of, run_by_segment
 
 
 def run_unchunked(layer_state: LayerState, args: Any, kwargs: Any, report: CallReport) -> Any:
-    """Run a decoder layer on all tokens at once under torch's checkpoint, and return its forward's
-    result.
+    """Run a decoder layer's own forward on all tokens at once under torch's checkpoint, and return
+    its result. Used for a layer that cannot run in chunks.
 
     Args:
         layer_state: the decoder layer, with its settings and test results.
-        args, kwargs: the arguments of its forward.
-        report: the reason to run the layer unchunked, and the documents of packed rows. Modules
-            with recurrent states run once for each document. [Note: segments]
+        args, kwargs: the arguments of the layer's forward.
+        report: contains the reason to run the layer unchunked, for an error message, and the
+            documents of packed rows. Modules with recurrent states run once for each document.
+            [Note: segments]
 
     Raises:
         UnsupportedModelError: the layer reads the attention mask itself, which `patch` has
@@ -104,17 +105,18 @@ def run_unchunked(layer_state: LayerState, args: Any, kwargs: Any, report: CallR
 def _join_gradients(
     layer_state: LayerState, args: Any, kwargs: dict[str, Any]
 ) -> tuple[contextlib.AbstractContextManager[Any], Any, Any]:
-    """Return a context manager in which the layer's forward must run, and the args and kwargs to
-    call it with.
-
-    Under ZeRO-1 and ZeRO-2, the forward then gets aliases of its input and parameters, whose
-    gradients autograd delivers together, after the layer's backward. Each rank sums gradients in
-    order of arrival, so the order must be the same on all ranks. Nothing changes under other
-    engines, or without grad mode.
+    """Make all gradients of a layer leave its backward together, for DeepSpeed's ZeRO-1 and ZeRO-2.
+    DeepSpeed puts gradients into buckets in the order of arrival, and the order must be the same on
+    all ranks. Nothing changes under other engines, or without grad mode.
 
     Args:
         layer_state: the decoder layer, with its settings and test results.
-        args, kwargs: the arguments of its forward.
+        args, kwargs: the arguments of the layer's forward.
+
+    Returns:
+        A context manager in which the layer's forward must run: aliases replace the parameters, and
+        autograd delivers their gradients from one node. Then the args and kwargs for the forward,
+        with an alias of the input.
     """
     ownership = engine_ownership(layer_state.layer)
     if not torch.is_grad_enabled() or ownership.weights or not ownership.gradients:
@@ -250,8 +252,10 @@ class CheckpointedForward:
             self._witness.end()
 
     def _explain_mismatch(self) -> saved_tensors_hooks:
-        """Return a context manager that turns checkpoint's error for a different recomputation into
-        a `BackwardError` with a remedy. Checkpoint still saves the same tensors."""
+        """Return a context manager for the forward under torch's checkpoint. If the recomputation
+        saves other tensors than forward did, checkpoint raises a CheckpointError. The context
+        manager wraps checkpoint's saved_tensors_hooks, and raises a `BackwardError` with a remedy
+        in place of this error."""
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
         assert hooks is not None
         layer, (pack, unpack) = type(self._layer).__name__, hooks

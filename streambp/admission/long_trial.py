@@ -32,11 +32,15 @@ TOKENS_PER_BLOCK = 64  # tokens whose differences are summed
 
 
 def why_not_at_length(call: LayerCall) -> str | None:
-    """Run a layer on its call's full length, unchunked and in the call's chunks. Return the reason,
-    as text for `streambp.describe`, to run the layer unchunked: the two outputs differ. None if the
-    outputs agree up to rounding. If memory is short, fewer tokens are compared.
+    """Compare a layer's outputs in chunks and on all tokens at once, at the full length of its
+    call. Return the reason, as text for `streambp.describe`, to run the layer unchunked: the
+    outputs differ by more than rounding. None if the outputs agree. If memory is short, fewer
+    tokens are compared.
 
     Must be called inside `LayerCall.prepare_layer`, without grad, with the layer in eval mode.
+
+    Args:
+        call: the layer's call on one batch, with its arguments and chunks.
     """
     layer_state, length = call.layer_state, call.plan.length
     chunks = len(call.plan)

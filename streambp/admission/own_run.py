@@ -56,8 +56,9 @@ REASON_NO_GRADIENT = (
 
 
 class StreamingMismatchError(UnsupportedModelError):
-    """Raised by a layer's test if the patched layer computes something else than the unpatched
-    layer, in chunks or unchunked."""
+    """Error of a layer's test run: streambp's result for the layer differs from that of the layer's
+    own, unpatched code, or cannot be compared with it. A run of all tokens at once would be no
+    remedy, because it uses streambp's attention too."""
 
 
 class UnpatchedRun:

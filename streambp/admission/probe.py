@@ -128,16 +128,17 @@ def can_stream(call: LayerCall) -> Verdict:
     causal. The decision applies to all calls with arguments of the same form, or to this call alone
     if the sequence has few tokens.
 
-    The layer's code decides for tensors without data (meta, fake). A single token and an empty
-    batch are not tested. An empty batch runs unchunked, and so does a single token, unless the
-    layer's weights are on the host: then the token is the only chunk.
+    Tensors without data (meta, fake) cannot be compared, so the decision follows from the layer's
+    code. A single token and an empty batch are not tested and run unchunked. A single token runs as
+    one chunk if the layer's weights are on the host.
 
     Args:
         call: the layer's call on one batch, with its arguments and chunks.
 
     Raises:
-        KernelError: a kernel failed, which says nothing of the layer.
-        StreamBPError: the requested attention cannot compute the call.
+        KernelError: a kernel failed in the test, so nothing is known about the layer.
+        StreamBPError: the attention kernel that the user's settings request cannot compute the
+            call.
     """
     layer_state, findings = call.layer_state, call.layer_state.tests.results[call.arguments.kind]
     x = call.hidden_states.detach()
@@ -192,12 +193,11 @@ class ProbeResult(NamedTuple):
 
     Attributes:
         reason: the reason, as text, to run the layer unchunked; None: the layer may run in chunks.
-        certain: True: the result holds for all later calls with arguments of the same form, which
-            are then not tested. False: the result holds for this call alone, and the next call is
-            tested again.
-        may_change: True if the reason may be temporary, such as an exception. The next call is then
-            tested again, even if `certain` is True. After `DOUBTS_BEFORE_DECISION` (4) failed
-            tests, all calls run unchunked.
+        certain: True: the result holds for all later calls with arguments of the same form. False:
+            the result holds for this call alone, and the next call is tested again.
+        may_change: True if the reason may be temporary, such as an exception. The result then holds
+            for this call alone, whatever `certain` is. After `DOUBTS_BEFORE_DECISION` (4) such
+            results, all calls of this form run unchunked.
     """
 
     reason: str | None
@@ -206,9 +206,9 @@ class ProbeResult(NamedTuple):
 
 
 def _test_chunks(call: LayerCall, x: Tensor) -> ProbeResult:
-    """Test on random tokens if the layer's chunks compute the same as the full sequence. Return the
-    result. Also store a result that holds for all calls with arguments of the same form, in the
-    layer's `tests.results`.
+    """Test on random tokens if the layer's chunks compute the same as the full sequence, and return
+    the result. If the result holds for all later calls with arguments of the same form, store it in
+    the layer's `tests.results`, so that these calls are not tested.
 
     Args:
         call: the layer's call on one batch, with its arguments and chunks.
@@ -296,15 +296,19 @@ def _why_not(call: LayerCall, hidden_states: Tensor) -> ProbeResult:
 def _compare_chunks(
     call: LayerCall, x: Tensor, upstream: Tensor, state: StateRestorer
 ) -> ProbeResult:
-    """Check the layer on random tokens, and return the result. The checks concern side effects,
-    gradients between tokens of different chunks outside of attention, and equal values with and
-    without chunks.
+    """Run all checks of a layer on random tokens, and return the result. The first check that fails
+    gives the reason to run the layer unchunked.
+
+    The checks find writes to buffers, stored tensors with a graph, random numbers for a call
+    instead of a token, and values that only the first call sets. Another check finds a gradient
+    between tokens of different chunks outside of attention. The last check compares the values of
+    chunks with those of the unpatched layer.
 
     Args:
         call: the layer's call on one batch, with its arguments and chunks.
         x: random hidden_states, [..., B, t, h].
         upstream: random gradient of the layer's output, shaped like x.
-        state: restores the values that the layer and its code stored before the test.
+        state: restores, between two runs, the values that the layer stored before the test.
     """
     chunk_size = min(TRIAL_CHUNK_SIZE, -(-x.shape[-2] // 2))
     generators = generators_of(call.layer_state, call.snapshot)
@@ -339,16 +343,21 @@ def _draws_for_rows(
     state: StateRestorer,
     random: RandomState,
 ) -> bool:
-    """True if the layer draws random numbers for the whole call that change its result. The number
-    that peft's LoKr draws changes nothing at the default rate.
+    """True if the layer draws random numbers once for a call, for example for stochastic depth, and
+    these numbers change its result. Each chunk would draw other numbers, so the caller runs the
+    layer unchunked.
+
+    The sizes of all draws are compared between chunks and the full sequence. The numbers of draws
+    whose size does not depend on the tokens are then replaced by low and by high numbers. The
+    result is True if the two outputs differ.
 
     Args:
         call: the layer's call on one batch, with its arguments and chunks.
         x: random hidden_states, [..., B, t, h].
         upstream: random gradient of the layer's output, shaped like x.
         chunk_size: length of a chunk.
-        state: restores the values that the layer and its code stored before the test.
-        random: the state of torch's generators from which each run draws.
+        state: restores, between two runs, the values that the layer stored before the test.
+        random: the state of torch's generators at the start of each run.
     """
 
     def run(recorder: DrawRecorder, size: int | None = None) -> list[Tensor]:
@@ -384,23 +393,23 @@ def _draws_for_rows(
 def _result_of_error(
     call: LayerCall, x: Tensor, upstream: Tensor, error: Exception, state: StateRestorer
 ) -> ProbeResult:
-    """Return the result of a test whose run in chunks raised.
+    """Return the result of a test of a layer whose run in chunks raised. The call then runs
+    unchunked, and the next call is tested again.
 
-    The call then runs unchunked. If the unpatched layer computes these tokens, the exception counts
-    against chunks: repeated exceptions make all calls with arguments of the same form run
-    unchunked. If the unpatched layer raises as well, nothing is decided, because the call itself
-    will raise.
+    If the unpatched layer computes the test's tokens, the chunks are the cause. After several such
+    tests, all calls with arguments of the same form run unchunked. If the unpatched layer raises as
+    well, this test is not counted: the call itself will raise.
 
     Args:
         call: the layer's call on one batch, with its arguments and chunks.
         x: random hidden_states of the test, [..., B, t, h].
         upstream: random gradient of the layer's output, shaped like x.
         error: the exception.
-        state: restores the values that the layer and its code stored before the test.
+        state: restores, before the next run, the values that the layer stored before the test.
 
     Raises:
-        Exception: `error` itself, if an unchunked run is no remedy. Examples are lack of memory,
-            an attention setting that cannot compute the call, and a layer that differs from the
+        Exception: `error` itself, if an unchunked run is no remedy. Examples are lack of memory, an
+            attention setting that cannot compute the call, and a layer that differs from the
             unpatched one.
         KernelError: a kernel failed.
     """
@@ -635,16 +644,20 @@ def _run_in_trial(
 
 
 def _unread_state(call: LayerCall, x: Tensor) -> str | None:
-    """Run a layer with recurrent states on two chunks. Return the reason, as text for
-    `streambp.describe`, to run the layer unchunked. The reason is a state at the first chunk's end
-    that the second chunk does not read. None if every state is read, or if the tokens are too few.
+    """Test if a layer with recurrent states continues a sequence from these states. The layer runs
+    on two chunks, and the second chunk gets the states at the first chunk's end. Some layers read a
+    state only for a single token, as in generation, and otherwise start anew.
 
-    The autograd graph shows what is read, also without data. Values would not: zero weights hide
-    the effect of a state, and half precision may round it away.
+    Return the reason, as text for `streambp.describe`, to run the layer unchunked: a state that the
+    second chunk did not read. None if all states were read, or if there are too few tokens.
+
+    The autograd graph of the second output shows the states that were read. Comparing values would
+    not suffice: zero weights hide the effect of a state, and half precision may round the effect
+    away.
 
     Args:
         call: the layer's call on one batch, with its arguments and chunks.
-        x: hidden_states, [..., B, t, h].
+        x: hidden_states, [..., B, t, h], with or without data.
     """
     size = min(TRIAL_CHUNK_SIZE, x.shape[-2] // 2)
     if size < MIN_CHUNK_TOKENS or any(

@@ -29,16 +29,18 @@ CALL_MODULE = "streambp.layer.call"  # below it in the stack are frames of the l
 
 
 class DrawRecorder(TorchDispatchMode):
-    """Mode that records the random numbers drawn from torch's default generators, outside of
-    streambp's attention. Attention draws a seed for each chunk, and masks of blocks.
+    """Torch dispatch mode that records the size of each draw of random numbers from torch's default
+    generators, and can replace the numbers. Draws inside of streambp's attention are left out,
+    because attention draws for each chunk on purpose.
 
     Args:
-        fixed: indices of draws whose numbers are replaced, in the order of the draws.
-        fraction: the replacement, as a fraction of the range of the numbers; at least 0.5 also
-            reverses the order of whole numbers.
+        fixed: indices of the draws whose numbers are replaced, in the order of the draws.
+        fraction: the replacement. Floating-point numbers become `fraction`. Bools become True if
+            `fraction` is at least 0.5. The order of integers is then reversed, and a single integer
+            is increased by 1.
 
     Attributes:
-        sizes: number of elements of each draw.
+        sizes: the number of random numbers in each draw so far.
     """
 
     def __init__(self, fixed: Collection[int] = (), fraction: float = 0.0) -> None:
@@ -50,8 +52,9 @@ class DrawRecorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Run an operation. After a draw, record the number of elements [...] of the operation's
-        first result, and replace the numbers of a draw in `fixed`."""
+        """Run an operation and return its result. If the operation draws random numbers, add the
+        number of elements of its first result [...] to `sizes`. If the draw's index is in `fixed`,
+        replace the random numbers."""
         result = function(*args, **(kwargs or {}))
         if torch.Tag.nondeterministic_seeded not in function.tags or _is_in_attention():
             return result
@@ -74,10 +77,13 @@ class DrawRecorder(TorchDispatchMode):
 
 
 def draws_for_rows(unchunked: list[int], chunks: list[list[int]]) -> set[int]:
-    """Return the indices of draws whose sizes do not depend on the number of tokens.
+    """Return the indices of a layer's random draws that may be for the call as a whole, and not for
+    each token. A chunk with fewer tokens than the full sequence draws the same number of random
+    numbers in these draws.
 
-    The result is empty if the chunks and the full sequence draw equally many numbers. The result
-    has all draws if a chunk draws more or less often, for example for each expert.
+    The result is {} if chunks and full sequence draw equally many numbers altogether. All draws are
+    returned if a chunk makes more or fewer draws than the full sequence, for example one for each
+    expert.
 
     Args:
         unchunked: size of each draw in a run of all tokens at once.
@@ -94,7 +100,8 @@ def draws_for_rows(unchunked: list[int], chunks: list[list[int]]) -> set[int]:
 
 
 def _is_in_attention() -> bool:
-    """True if code of streambp's attention runs, called by the layer that is tested."""
+    """True if the present operation was called by code of streambp's attention. The Python stack is
+    searched up to the function that called the layer's forward."""
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_globals.get("__name__", "")

@@ -90,8 +90,12 @@ def prepare_rehearsal(call: LayerCall) -> Iterator[None]:
 
 
 def random_like(hidden_states: Tensor) -> Tensor:
-    """Return random hidden states [..., B, t, h] for a test, with t <= `MAX_TRIAL_TOKENS`, at the
-    scale of the given ones [..., B, T, h]."""
+    """Return random hidden states for a test of a layer, with at most `MAX_TRIAL_TOKENS` tokens:
+    [..., B, t, h]. The random numbers have the median absolute value of `hidden_states` as scale.
+
+    Args:
+        hidden_states: [..., B, T, h], the layer's input in the call that caused the test.
+    """
     sample = hidden_states[..., :: max(1, hidden_states.shape[-2] // SCALE_SAMPLES), :]
     median = sample.float().abs().median()
     median = torch.where(median.isfinite() & (median > 0), median, 1.0)

@@ -122,8 +122,9 @@ class Change(NamedTuple):
 
     Attributes:
         value: the new value.
-        grown_dict: name of the dict to which the value was added under a new key. "": the value
-            existed before, or is not in a dict.
+        grown_dict: name of the dict to which the test added the value under a new key. If later
+            runs add further keys to this dict, the value is no value that only the first run sets.
+            "": the value was replaced, or is in no dict.
     """
 
     value: Any
@@ -139,7 +140,8 @@ class Snapshot:
         module: the module.
 
     Attributes:
-        large: tensors too large to be copied beforehand, as (name, tensor).
+        large: (name, tensor) of the tensors whose values are not copied now, because they are too
+            large. `CopyOnWrite` copies them before the first write.
         has_foreign_code: True if third-party code may run in the module.
     """
 
@@ -171,12 +173,13 @@ class Snapshot:
             self.large += self._weights
 
     def iterators(self) -> list[str]:
-        """Return the names of the iterators and generators that hooks and forwards may advance. A
-        layer with such an iterator is not tested, because the iterator's position cannot be
-        restored.
+        """Return the names of the iterators and generators that the module's hooks and forwards may
+        advance. A layer with such an iterator is not tested, because the position of an iterator
+        cannot be restored.
 
-        An iterator may be an attribute of an object with many methods, such as a training loop. The
-        code of a hook or forward must then name the attribute.
+        An iterator may be an attribute of an object, such as the training loop to which a hook
+        belongs. The iterator's name is then returned only if the code of a hook or forward contains
+        the attribute's name.
         """
         names: list[str] = []
         if not self._iterators:
@@ -188,10 +191,10 @@ class Snapshot:
         return names
 
     def _names_in_code(self) -> set[str]:
-        """Return the names of globals and attributes in the code of the module's hooks and
-        forwards, and in the code of methods that have one of these names. An object with many
-        methods may have iterators for other purposes. `iterators` therefore reports an object's
-        iterator only if the name of its attribute is in the result."""
+        """Return the names of the globals and attributes that the code of the module's hooks and
+        forwards contains. If a method has one of these names, the names in the method's code are
+        included too. `iterators` leaves out an object's attribute whose name is not in the result.
+        """
         names: set[str] = set()
         waiting = [*self._functions]
         for name in CALLED_METHODS:
@@ -260,13 +263,15 @@ class Snapshot:
     def _save_container(
         self, name: str, holder: Any, kind: ContainerType, structure: bool = False
     ) -> dict[Any, Any]:
-        """Save the content of a container, and return it.
+        """Save the content of a container, such as a dict or the attributes of an object, and
+        return the content.
 
         Args:
             name: the container's name in messages.
             holder: the container.
             kind: functions that read and refill the container.
-            structure: True if the container holds a module's hooks.
+            structure: True if the container holds a module's hooks. Such a container is restored
+                only at the end of the test.
         """
         content = kind.read(holder)
         self._tables.append(SavedContainer(name, holder, content, kind, structure))
@@ -340,8 +345,13 @@ class Snapshot:
             )
 
     def _follow(self, name: str, value: Any) -> None:
-        """Save one value of any type, or queue its parts to be saved later. Messages call the value
-        `name`."""
+        """Save a value of any type. The parts of a container, object or function are not saved now,
+        but added to the queue of values to save.
+
+        Args:
+            name: the value's name in messages.
+            value: the value, which the module references directly or indirectly.
+        """
         if isinstance(value, Tensor):
             self._follow_attributes_of_tensor(name, value)
             if isinstance(value, nn.Parameter):
@@ -390,14 +400,24 @@ class Snapshot:
             self._follow_object(name, value)
 
     def _follow_attributes_of_tensor(self, name: str, tensor: Tensor) -> None:
-        """Save the attributes that code has set on a tensor, and queue their values. Messages call
-        the tensor `name`."""
+        """Save the attributes that code has set on a tensor, and add their values to the queue of
+        values to save.
+
+        Args:
+            name: the tensor's name in messages.
+            tensor: the tensor [...].
+        """
         parts = self._save_container(name, tensor, TENSOR_ATTRIBUTES)
         self._enqueue((attribute_name(name, key), part) for key, part in parts.items())
 
     def _follow_array(self, name: str, value: np.ndarray[Any, Any]) -> None:
-        """Save the elements of a NumPy array [...], and queue those that are Python objects.
-        Messages call the array `name`."""
+        """Save the elements of a NumPy array. Elements that are Python objects are added to the
+        queue of values to save.
+
+        Args:
+            name: the array's name in messages.
+            value: the array [...].
+        """
         if value.dtype == object:
             parts = self._save_container(name, value, ELEMENTS)
             self._enqueue((item_name(name, index), part) for index, part in parts.items())
@@ -405,8 +425,13 @@ class Snapshot:
             self._values.append(SavedValues(name, value, value.copy(), None))
 
     def _follow_object(self, name: str, value: Any) -> None:
-        """Save the content of a container or the attributes of an object, and queue the values in
-        it to be saved later. Messages call the object `name`."""
+        """Save the content of a container or the attributes of an object, and add the values inside
+        to the queue of values to save. Objects of known libraries are left out.
+
+        Args:
+            name: the object's name in messages.
+            value: the container or object.
+        """
         for container, kind in CONTAINER_TYPES:
             if isinstance(value, container):
                 parts = self._save_container(name, value, kind)
@@ -452,8 +477,13 @@ class Snapshot:
         self._enqueue([(name, function.__wrapped__)])
 
     def _follow_function(self, name: str, function: types.FunctionType) -> None:
-        """Save a function's closure, attributes, and the globals that its code names, and queue the
-        values in them. Messages call the function `name`."""
+        """Save a function's closure and attributes, and the globals that the function's code names.
+        Add the values inside to the queue of values to save.
+
+        Args:
+            name: the function's name in messages.
+            function: the function.
+        """
         if function not in self._methods.get(function.__name__, ()):
             self._functions.append(function)
         for variable, cell in zip(
@@ -494,9 +524,14 @@ class Snapshot:
                         self._enqueue([("os.environ", os.environ)])
 
     def _copy_parameter(self, name: str, parameter: Tensor) -> None:
-        """Copy a parameter's values [...] unless it is a large matrix. Large matrices are copied
-        before a write, if the snapshot finds third-party code. Messages call the parameter
-        `name`."""
+        """Copy a parameter's values, unless the parameter is a large matrix. Only third-party code
+        writes to a large matrix in a forward. If the snapshot finds such code, the matrix is copied
+        before the first write.
+
+        Args:
+            name: the parameter's name in messages.
+            parameter: the parameter [...].
+        """
         if id(parameter) in self._parameters:
             return
         self._parameters.add(id(parameter))
@@ -507,9 +542,14 @@ class Snapshot:
             self._weights.append((name, parameter))
 
     def _copy(self, name: str, tensor: Tensor) -> None:
-        """Copy a tensor's values [...]. If all copies together would exceed `MAX_COPIED_ELEMENTS`
+        """Copy a tensor's values. If all copies together would exceed `MAX_COPIED_ELEMENTS`
         elements, add the tensor to `large` instead; its values are then copied before the first
-        write. Messages call the tensor `name`."""
+        write.
+
+        Args:
+            name: the tensor's name in messages.
+            tensor: the tensor [...].
+        """
         if not can_be_copied(tensor):
             return
         if tensor.numel() > self._room:
@@ -598,17 +638,18 @@ class StateRestorer:
                 restore_values(values)
 
     def end_run(self) -> None:
-        """Record the values that the module has changed in its first run, for `values_set_once` and
-        `values_set_again`."""
+        """Record the values that differ from those at the start of the test. Call this method after
+        the first run of the module, because `values_set_once` and `values_set_again` compare later
+        runs with the record."""
         self._first = self._changes()
         self._end_of_first_run = Snapshot(self.module) if self._first else None
         if self._writes is not None:
             self._writes.names.clear()
 
     def values_set_once(self) -> list[str]:
-        """Return the names of the values that the first run of the test changed, and later runs
-        left as they were. The module may compute such a value, for example a scale, from its first
-        input."""
+        """Return the names of the values that the first run of the test changed and later runs did
+        not change. The module may compute such a value, for example a scale, from its first input
+        alone. `end_run` marks the end of the first run."""
         if self._end_of_first_run is None:
             return []
         later_changes = self._end_of_first_run.changes()
@@ -621,9 +662,9 @@ class StateRestorer:
         return [name for name in changed_names if not _is_changed(name, later_changes)]
 
     def values_set_again(self) -> list[str]:
-        """Return the names of the values that the first run set, and that the latest run has set to
-        another value or not at all. Such a value depends on the tokens. Call `rewind` before the
-        latest run, which gets other tokens."""
+        """Return the names of the values that the first run set, and that the latest run, on other
+        tokens, did not set to the same value. Such a value depends on the tokens, and all other
+        values of the first run are constants. Call `rewind` before the latest run."""
         changes = self._changes()
         return [
             name
@@ -671,8 +712,13 @@ def _values_equal(value: Any, other_value: Any) -> bool:
 
 
 def _is_changed(name: str, changed_names: Iterable[str]) -> bool:
-    """True if a later run of a test changed the value `name`, or a value inside, such as a['b']
-    inside a. The run's changed values are `changed_names`."""
+    """True if the value `name` is among the changed values of a test run, or if a value inside is,
+    such as a['b'] inside a.
+
+    Args:
+        name: the value's name, such as "a".
+        changed_names: the names of the changed values, such as "a['b']".
+    """
     return any(
         changed_name == name or changed_name.startswith((f"{name}.", f"{name}["))
         for changed_name in changed_names

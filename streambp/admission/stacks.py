@@ -96,7 +96,8 @@ class ModelStacks:
 
 def find_stacks(model: nn.Module, towers: bool = False) -> ModelStacks:
     """Return the stacks of decoder layers in a model that may run in chunks, and the reasons why
-    other stacks stay unpatched.
+    other stacks stay unpatched. A stack is a transformers model without head, for example
+    LlamaModel, and the layers that this model runs.
 
     Args:
         model: a transformers model, or a module that contains one.
@@ -168,15 +169,18 @@ def find_stacks(model: nn.Module, towers: bool = False) -> ModelStacks:
 def _choose_bidirectional(
     bidirectional: list[Stack], has_causal: bool, towers: bool
 ) -> tuple[list[Stack], list[str]]:
-    """Return the bidirectional stacks that may run in chunks, and a text "class: reason" for each
-    of the others.
+    """Return the bidirectional stacks (encoders, vision or audio towers) that may run in chunks,
+    and a text "class: reason" for each bidirectional stack that may not.
+
+    If the model has no causal stack, stacks that read token ids run in chunks. If the model has
+    one, only encoders with T5's bias run in chunks: unpatched, they would save attention weights
+    for each pair of tokens. All other bidirectional stacks depend on `towers`.
 
     Args:
         bidirectional: the stacks whose layers have bidirectional self-attention.
-        has_causal: True if the model has a causal stack, too. Bidirectional stacks beside it are
-            encoders and towers, usually of short sequences. T5's encoder would keep attention
-            weights of all pairs of tokens for its backward, and always runs in chunks.
-        towers: True: encoders and towers with trained parameters run in chunks.
+        has_causal: True if the model also has a stack with causal self-attention.
+        towers: True: the other bidirectional stacks run in chunks too, if they have trained
+            parameters or are the model's only stacks.
     """
     chosen = []
     for stack in bidirectional:
@@ -490,8 +494,14 @@ def _why_not(backbone: PreTrainedModel, layers: tuple[nn.Module, ...]) -> str | 
 
 
 def _why_config_differs(backbone: PreTrainedModel, layers: tuple[nn.Module, ...]) -> str | None:
-    """Return the reason, as text for `streambp.describe`, not to chunk a stack whose attention
-    modules look causal. None if neither the config nor the model's mask is bidirectional."""
+    """Return the reason, as text for `streambp.describe`, not to run a stack in chunks. The reason
+    is bidirectional attention, which the model's config or its mask shows, but no attribute of the
+    attention modules does. None if config and mask are causal.
+
+    Args:
+        backbone: the model that runs the layers.
+        layers: the decoder layers, none of which has bidirectional attention modules.
+    """
     if getattr(backbone.config, "is_causal", True) is False:
         return (
             "its config is bidirectional (is_causal=False), and its attention modules are causal; "
@@ -508,9 +518,15 @@ def _why_config_differs(backbone: PreTrainedModel, layers: tuple[nn.Module, ...]
 
 
 def _why_mask_differs(backbone: PreTrainedModel, layers: tuple[nn.Module, ...]) -> str | None:
-    """Return the reason, as text for `streambp.describe`, not to chunk a stack whose model makes a
-    bidirectional mask. None if an attention module has the attribute `is_causal`, or if the model
-    makes a causal mask."""
+    """Return the reason, as text for `streambp.describe`, not to run a stack in chunks: the mask is
+    bidirectional, but the attention modules lack the attribute `is_causal`. The attribute is the
+    mark by which streambp recognizes bidirectional layers. None if a module has the attribute, or
+    if the mask is causal.
+
+    Args:
+        backbone: the model that makes the mask and runs the layers.
+        layers: the decoder layers.
+    """
     # Splinter's and LayoutLM's attention modules lack the attribute.
     for layer in layers:
         if any(hasattr(attention, "is_causal") for attention in _attentions(layer)):
@@ -528,8 +544,8 @@ def _why_mask_differs(backbone: PreTrainedModel, layers: tuple[nn.Module, ...]) 
 
 
 def _names_in_methods(module: nn.Module) -> set[str]:
-    """Return the names of functions, attributes and variables in the methods of a module's class,
-    without those that the class inherits."""
+    """Return the names of functions, attributes and variables in the methods that a module's class
+    defines itself. The names of mask functions among them show if the model's mask is causal."""
     functions = [written_forward(module)]
     for value in vars(type(module)).values():
         if inspect.isfunction(value):
@@ -545,11 +561,9 @@ def _names_in_methods(module: nn.Module) -> set[str]:
 
 
 def is_bidirectional(layer: nn.Module) -> bool:
-    """True if all attention modules of the layer are bidirectional (is_causal=False).
-
-    A bidirectional module beside a causal one is cross-attention to an encoder's output. In
-    BartForCausalLM, which has no encoder, it reads nothing. The layer's test run shows this.
-    """
+    """True if the layer has attention modules, and all of them are bidirectional (is_causal=False).
+    False for a decoder's layer with causal self-attention and cross-attention to an encoder's
+    output, because the self-attention is causal."""
     attentions = _attentions(layer)
     return bool(attentions) and all(
         getattr(attention, "is_causal", True) is False for attention in attentions
@@ -557,8 +571,9 @@ def is_bidirectional(layer: nn.Module) -> bool:
 
 
 def attends_ahead_by_itself(layer: nn.Module) -> bool:
-    """True if a layer computes bidirectional attention itself. Such a layer has a cache argument,
-    like a decoder's layer, but its modules have is_decoder=False."""
+    """True if a layer has bidirectional attention in code of its own, outside of transformers'
+    attention functions. Such a layer has a cache argument, as a decoder's layer has, but its
+    modules have the attribute is_decoder=False."""
     says = [module.is_decoder for module in layer.modules() if hasattr(module, "is_decoder")]
     if not says or any(says):  # first, because it is found sooner than the cache's argument
         return False
@@ -592,8 +607,9 @@ def is_tower(backbone: PreTrainedModel) -> bool:
 
 
 def _why_no_mask(layer: nn.Module) -> str | None:
-    """Return why a tower's layer cannot get a chunk's keys in place of its attention_mask, as text
-    for `streambp.describe`; None if the layer takes an attention_mask."""
+    """Return the reason, as text for `streambp.describe`, why a layer of a vision or audio tower
+    cannot run in chunks: its forward takes no attention_mask. The keys that a chunk reads are
+    passed in this argument. None if the forward takes it."""
     if _takes_argument(layer, "attention_mask"):
         return None
     name = type(layer).__name__

@@ -36,22 +36,25 @@ def stream_biased(
     forks: Forks,
     strategy: Strategy = CHUNK_STRATEGY,
 ) -> Any:
-    """Compute the forward of a layer whose attention adds T5's bias, and return its result. If the
-    layer gets the bias as an argument, its result contains the bias of each distance between a
-    query and a key.
+    """Compute the forward of a layer whose attention adds T5's bias in chunks, and return its
+    result.
+
+    T5's first layer computes the bias and returns it for the later layers, which have an argument
+    for the bias. The bias here has one value for each distance between a query and a key, instead
+    of one for each pair of positions. A layer that gets another bias runs unchunked.
 
     Args:
         layer_state: the decoder layer, with its settings and test results.
         args, kwargs: the arguments of the layer's forward.
         rows: boundaries of the documents in packed rows, read from position_ids for layers with
             recurrent states; None: no such boundaries.
-        strategy: functions that compute the call; default: chunk by chunk, on one rank.
         forks: pairs (start, origin) of positions in a packed row whose documents share a prefix.
             Recurrent states at `start` continue from the prefix that ends at `origin`, or start
             anew if `origin` is 0.
+        strategy: functions that compute the call; default: chunk by chunk, on one rank.
 
     Raises:
-        UnsupportedModelError: the layer's weights are on the host.
+        UnsupportedModelError: the layer computes the bias, and its weights are on the host.
     """
     kind = layer_state.kind.attention
     if not isinstance(kind, BiasedAttention) or not kind.gets_bias:

@@ -29,18 +29,20 @@ PATCH_ATTRIBUTES = (
 
 
 class ContainerType(NamedTuple):
-    """Functions that read and refill one type of container: a dict, a list, a closure's cell.
+    """Functions that save and restore one type of container (a dict, a list, a closure's cell)
+    around a test run of a layer.
 
     Attributes:
         read: returns the container's content as a dict.
         refill: restores content that `read` returned earlier; gets the container and the content.
         entry_name: returns an entry's name from the container's name and the key; None: entries
             have no names.
-        grows: True for a dict, to which each run may add entries under new keys. If a later run
-            adds entries, those of the first run are no values that only the first run sets.
-        names_alone: True for dicts of parameters and buffers, whose values are compared by
-            `is_replaced`. Copies by which tests replace parameters and buffers then count as
-            unchanged.
+        grows: True for dicts. Code may use a dict as a cache, to which each run adds entries under
+            new keys. An entry that the first run has added is then no value that is set once for
+            all runs.
+        names_alone: True for a module's dicts of parameters and buffers. An entry counts as changed
+            only if `is_replaced` is True. A test puts copies in place of parameters and buffers,
+            and these count as unchanged.
     """
 
     read: Callable[[Any], dict[Any, Any]]
@@ -102,11 +104,16 @@ def _refill_own(holder: dict[str, Any], content: dict[str, Any]) -> None:
 
 
 def is_replaced(saved: Any, current: Any) -> bool:
-    """True if a module's code has replaced the value `saved` of a parameter or buffer by another
-    object, `current`. One of the two is then None, or both are plain parameters.
+    """True if code of a module has replaced a parameter or buffer, and not only its values.
+    Compared are the object before a test run of the module and the object now.
 
-    A test replaces parameters by plain tensors and buffers by copies, and a sharding engine
-    replaces parameters by distributed tensors. Such replacements do not count.
+    A test itself replaces parameters by plain tensors and buffers by copies, and a sharding engine
+    replaces parameters by distributed tensors. The result is True only if one of the objects is
+    None, or if both are different plain parameters.
+
+    Args:
+        saved: the parameter or buffer before the test run; None: there was none.
+        current: the parameter or buffer now.
     """
     if saved is None or current is None:
         return saved is not current

@@ -146,8 +146,9 @@ def refuse_compiled_attention(layer: nn.Module) -> None:
 
 
 def foreign_function(module: nn.Module, implementation: str | None) -> str | None:
-    """Return the start of an error message that names the third-party function which computes
-    attention or makes masks for a module. None if every function is transformers' own.
+    """Return the start of an error message if a third-party function computes attention or makes
+    masks for an attention module. The text names the function. None if every function is
+    transformers' own.
 
     Args:
         module: the attention module.
@@ -329,10 +330,13 @@ def refuse_opacus(where: str) -> NoReturn:
 
 
 def third_party_hooks(module: nn.Module) -> dict[str, list[str]]:
-    """Return a dict from the name of each third-party hook to the names of the modules that have
-    it; "all modules" for a hook that is registered globally. Included are hooks on modules inside
-    `module`, without its own. Hooks of libraries that treat all tokens alike and store nothing are
-    left out."""
+    """Return the third-party hooks on the modules inside `module`, as a dict from a hook's name to
+    the names of the modules that have the hook. A hook that is registered for all modules has the
+    entry "all modules".
+
+    Hooks on `module` itself are left out, and so are hooks of libraries that treat all tokens alike
+    and store nothing.
+    """
     paths_by_hook: dict[str, list[str]] = {}
     everywhere = vars(torch.nn.modules.module)
     tables = [("all modules", everywhere[name]) for name in GLOBAL_HOOKS]
@@ -348,8 +352,13 @@ def third_party_hooks(module: nn.Module) -> dict[str, list[str]]:
 
 
 def named_hooks(paths_of_hooks: dict[str, list[str]]) -> str:
-    """Return the result of `third_party_hooks` as text: "count (probe.py:12) on layers.0.mlp and 11
-    other modules"."""
+    """Return a text that names hooks and their modules, such as "count (probe.py:12) on
+    layers.0.mlp and 11 other modules".
+
+    Args:
+        paths_of_hooks: dict from a hook's name to the names of its modules, from
+            `third_party_hooks`.
+    """
     labels = []
     for hook, paths in list(paths_of_hooks.items())[:MAX_NAMED_HOOKS]:
         further_modules = len(set(paths)) - 1
@@ -452,9 +461,11 @@ def _is_known(function: Any, home: set[str]) -> bool:
 
 @contextlib.contextmanager
 def watched_hooks(layer: nn.Module, names: tuple[str, ...] = FORWARD_HOOKS) -> Iterator[list[str]]:
-    """Context manager for a test that yields a list of third-party hooks, by name, that modify
-    values. A hook is added when it modifies a value, or at once if a branch of its code could do
-    so.
+    """Context manager for a test run of a layer, to find third-party hooks that modify values.
+    Yields a list, to which the name of each such hook is added when the hook modifies a value.
+
+    A hook whose code modifies values under a condition is in the list from the start, because the
+    condition may not hold in the test.
 
     Args:
         layer: the layer; hooks on its inner modules and hooks for all modules are watched.
@@ -530,8 +541,9 @@ def _run_watched_hook(
 
 
 def _may_change(hook: Callable[..., Any]) -> bool:
-    """True if the hook's code has branches, and returns a value or assigns to items. A test may
-    then miss values that the hook modifies in another branch."""
+    """True if the hook's code may modify values under a condition: the code has branches, and it
+    returns a value or assigns to items. Watching the hook in a test run may then show no
+    modification, because the condition does not hold there."""
     code = getattr(_innermost_function(hook), "__code__", None)
     if code is None:
         return False

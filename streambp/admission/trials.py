@@ -123,13 +123,16 @@ def look_for_writes(call: LayerCall) -> Exception | None:
 
 
 def confirm_names(names: LinearNames, passes: Callable[[LinearNames], bool]) -> LinearNames:
-    """Return the names of the Linears that can be skipped, those for which `passes` is true. All
-    names are tested together; if they fail, all names that pass alone are tested together. The
-    result is empty if both tests fail.
+    """Return the names of the Linears whose outputs can be skipped in a recomputation, found by
+    tests.
+
+    All names are tested together. If this test fails, each name is tested alone, and those that
+    pass are tested together. The result is empty if this last test fails too.
 
     Args:
         names: names of Linears that may be skipped.
-        passes: returns True if results are right without these Linears' outputs.
+        passes: function that runs the layer without the outputs of some Linears. Returns True if
+            the results are right.
     """
     if not names or _passes_without_error(passes, names):
         return names
@@ -253,14 +256,14 @@ def gradients_of(outputs: Iterable[Tensor], leaves: Iterable[Tensor]) -> list[Te
 def same_gradients(
     call: LayerCall, gradients: list[Tensor | None], expected: list[Tensor | None]
 ) -> bool:
-    """True if two lists of gradients [...], recomputed with and without some Linears, are equal: to
-    the bit, or up to rounding on devices whose kernels sum in varying order. A gradient of None
-    equals only None.
+    """True if two lists of gradients are equal, so that the outputs of some Linears can be skipped
+    in backward's recomputation. Gradients must be equal to the bit, or up to rounding on devices
+    whose kernels sum in varying order. A gradient of None equals only None.
 
     Args:
         call: the layer's call, whose dtypes determine the tolerance.
-        gradients: gradients without the outputs of some Linears.
-        expected: gradients with the outputs of all Linears.
+        gradients: gradients [...] from a recomputation without the outputs of these Linears.
+        expected: gradients [...] from a recomputation with the outputs of all Linears.
     """
     if len(gradients) != len(expected):
         return False
@@ -352,7 +355,8 @@ class RecomputedResults:
         leaves: the leaf tensors of the graph: the input, the differentiable arguments of each chunk
             and the recurrent start states.
         starts: the recurrent start states of each chunk.
-        goes_on: True if a chunk's end states have a graph, so that gradients reach earlier chunks.
+        goes_on: True if the first chunk's recurrent end states have a graph. Gradients of the
+            second chunk then reach the first one through these states.
     """
 
     kv: list[Tensor]
@@ -436,17 +440,26 @@ class Trial:
         return _keys_and_values(prefix)
 
     def gradients(self, names: LinearNames) -> list[Tensor | None]:
-        """Return the gradients [...] of input, arguments, start states and parameters for random
-        gradients of the outputs. The layer is recomputed without the outputs of the Linears in
-        `names`."""
+        """Recompute the layer while some Linears skip their outputs, and return the gradients [...]
+        of its input, arguments, start states and parameters for random gradients of the outputs. If
+        these gradients are right, no code reads the skipped outputs.
+
+        Args:
+            names: the Linears that return NaN instead of their output.
+        """
         computed_names = [name for name in self.linears if name not in names]
         with compute_outputs(self.linears, computed_names), skip_outputs(self.linears, names):
             return self.gradients_of(self.recompute())
 
     def gradients_of(self, recomputed: RecomputedResults) -> list[Tensor | None]:
-        """Return the gradients [...] of the layer's input, arguments, start states and parameters,
-        in this order, for random gradients of a recomputation's outputs. Tensors that require no
-        gradient are left out; None for a tensor without effect."""
+        """Return the gradients [...] for random gradients of a recomputation's outputs. The order
+        is the layer's input, its arguments, the recurrent start states and the parameters. Tensors
+        that require no gradient are left out. None stands for a tensor that the outputs do not
+        depend on.
+
+        Args:
+            recomputed: the outputs and the leaves of the recomputation's graph.
+        """
         parameters = [
             parameter
             for parameter in self.call.layer_state.layer.parameters()

@@ -172,8 +172,8 @@ def content_of(numbers: Any) -> tuple[bytes | str, int]:
 
 
 def copy_memory(value: Any, limit: int) -> Any:
-    """Return a copy of a block of memory or of a file in memory, from which `restore_values`
-    restores it. None if the value cannot be written to, or has more than `limit` bytes."""
+    """Return a copy of a block of memory (bytearray, ctypes) or of a file in memory (io.BytesIO),
+    for `restore_values`. None if the value cannot be written to, or has more than `limit` bytes."""
     if type(value) in MEMORY_FILE_TYPES:
         if value.closed or len(value.getvalue()) > limit:
             return None
