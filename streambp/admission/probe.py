@@ -453,7 +453,7 @@ def _why_unlike(
         chunk_size: length of a chunk.
         shadows: tensors that replace the layer's trainable parameters during the test, with random
             numbers in place of zeros.
-        state: restores the values that the layer and its code stored before the test.
+        state: restores, between two runs, the values that the layer stored before the test.
     """
     if (unpatched := _agreeing_run(call, x, upstream, chunk_size, shadows, state)) is not None:
         return ProbeResult(unpatched.why_whole())
@@ -509,7 +509,7 @@ def _agreeing_run(
         chunk_size: length of a chunk.
         shadows: tensors that replace the layer's trainable parameters during the test, with random
             numbers in place of zeros.
-        state: restores the values that the layer and its code stored before the test.
+        state: restores, between two runs, the values that the layer stored before the test.
     """
     if call.packing.marks_documents:
         return None

@@ -38,20 +38,21 @@ HIGH_PART_STRIDE = 2  # every other part of [hi, lo, hi] is the high one
 
 
 class Factor(NamedTuple):
-    """A LoRA matrix [rank, m] as right operand of matrix products, in the dtype of the products.
+    """A LoRA matrix [rank, m], prepared as right operand of matrix products in a given dtype.
 
-    Products in half precision keep the precision of wider operands. An operand is the sum of hi,
-    its rounded values, and lo, its rounding errors. The left operand (`left_operand`) has columns
-    hi, lo, hi, and `stack` has rows hi, hi, lo. One product thus adds hi @ hi, lo @ hi and hi @ lo.
+    A float32 matrix is split into two half-precision matrices for products in half precision: hi,
+    the rounded values, and lo, the rounding errors. The left operand x is split in the same way.
+    The product is then hi(x) @ hi + lo(x) @ hi + hi(x) @ lo, computed at once: `left_operand` has
+    columns hi, lo, hi, and `stack` has rows hi, hi, lo.
 
     Attributes:
         stack: [parts * rank + bias rows, m]: the parts one below the other, then the biases as
             rows.
         rank: the adapter's rank; for concatenated adapters the sum of their ranks.
-        parts: number of [rank, m] matrices in `stack`. 1: the matrix, for products in float32 or
-            wider. 2: hi twice, for a matrix that is in the products' half-precision dtype already
-            and has no lo. 3: hi, hi and lo, for a matrix in another dtype (float32) than the
-            products' half precision.
+        parts: number of [rank, m] matrices in `stack`. 1: the matrix itself, for products in
+            float32 or wider. 2: hi twice, for a matrix that is in the products' half-precision
+            dtype already and has no lo. 3: hi, hi and lo, for a float32 matrix and products in half
+            precision.
     """
 
     stack: Tensor
@@ -68,15 +69,15 @@ class Factor(NamedTuple):
 
 
 def factor_of(matrix: Tensor, dtype: torch.dtype, rows: tuple[Tensor, ...] = ()) -> Factor:
-    """Return a LoRA matrix as a `Factor` for matrix products in `dtype`. A half-precision `dtype`
-    that is not the matrix's own gives rounded values and rounding errors. All other matrices are
-    only cast.
+    """Return a LoRA matrix as a `Factor` for matrix products in `dtype`. If `dtype` is a half
+    precision and the matrix has a wider dtype, the `Factor` contains the rounded values and the
+    rounding errors. Otherwise the matrix is only cast.
 
     Args:
         matrix: [rank, m].
         dtype: the dtype of the matrix products.
-        rows: biases [m] to append below the matrix. Each bias is one row, or two rows (rounded
-            values, rounding errors) if it has another dtype than a half-precision `dtype`.
+        rows: biases [m] to append below the matrix. A bias becomes one row, or two rows (rounded
+            values, rounding errors) under the same condition as the matrix.
     """
     rank, size = matrix.shape
     parts = _parts(matrix.dtype, dtype)
@@ -153,9 +154,10 @@ class AdaptedLinearArguments:
         b: the B matrices of all adapters, transposed [rank, out] and multiplied by their scales,
             with the biases as further rows.
         scales: scales of each adapter.
-        value: the saved output [..., out], returned as a view. None: compute the output. A slice,
-            if no code reads the output: compute only these rows, to compare them with forward; all
-            other rows are NaN. `UNREAD_OUTPUT` is the empty slice.
+        value: None: compute the output. A tensor [..., out]: the output that forward has saved;
+            return a view of it. A slice: no code reads the output, so compute only these rows,
+            which are compared with forward; all other rows are NaN. `UNREAD_OUTPUT`, the empty
+            slice: compute no row.
         add: callback for backward: gets two matrices [out, n] and [n, in], and adds their product
             to the sum of the weight's gradient over chunks. None: autograd returns the gradient.
         decode: returns a quantized base weight in the compute dtype, so that backward needs no
@@ -221,12 +223,12 @@ def left_operand(product: Tensor, factor: Factor) -> Tensor:
 
 
 def sum_parts(parts: Tensor, dim: int) -> Tensor:
-    """Return the sum of the two halves of `parts` along `dim`, a LoRA matrix's gradient. The sum
-    overwrites the first half.
+    """Return a LoRA matrix's gradient: the sum of the two products from which it was computed. The
+    sum overwrites the first product.
 
     Args:
-        parts: [...], the product with an operand's rounded values, then the product with the
-            operand's rounding errors.
+        parts: [...], two products of equal shape, concatenated along `dim`: the product with an
+            operand's rounded values, then the product with the operand's rounding errors.
         dim: the dimension along which the two products are concatenated.
     """
     first, second = parts.chunk(2, dim)

@@ -131,8 +131,9 @@ class LoraLinear:
 
     @property
     def can_be_fused(self) -> bool:
-        """True if the last call ran `AdaptedLinear` instead of peft's forward; before the first
-        call, True if `AdaptedLinear` may run."""
+        """True if `AdaptedLinear` computes this Linear instead of peft's forward: in the last call,
+        or before the first call by what is known of the module. Only then may the Linear's output
+        be saved or skipped."""
         return self.why is None and self.why_in_call is None
 
 
@@ -169,12 +170,13 @@ def lora_modules_of(layer: nn.Module) -> LoraModules:
 
 
 def keep_reasons(previous: LoraModules, current: LoraModules) -> None:
-    """Copy the reasons why peft's forward ran in the last call from earlier results of
-    `lora_modules_of` to new results for the same modules, so that `describe` still reports them.
+    """Copy the attribute `why_in_call` from earlier results of `lora_modules_of` to new ones, for
+    the modules in both. The attribute is the reason why peft's own forward ran in the last call,
+    and `describe` reports it.
 
     Args:
-        previous: the earlier modules, by name.
-        current: the new modules, by name; `why_in_call` is set.
+        previous: the earlier results, by module name.
+        current: the new results, by module name; changed in place.
     """
     for name, lora_module in current.items():
         previous_module = previous.get(name)
@@ -339,9 +341,10 @@ class Adaptation:
 
         Args:
             x: [..., in].
-            value: the saved output [..., out], returned as a view. None: compute the output. A
-                slice, if no code reads the output: compute only these rows, to compare them with
-                forward; all other rows are NaN. `UNREAD_OUTPUT` is the empty slice.
+            value: None: compute the output. A tensor [..., out]: the output that forward has saved;
+                return a view of it. A slice: no code reads the output, so compute only these rows,
+                which are compared with forward; all other rows are NaN. `UNREAD_OUTPUT`, the empty
+                slice: compute no row.
             add: callback for backward: gets two matrices [out, n] and [n, in], and adds their
                 product to the sum of the weight's gradient over chunks. None: autograd returns the
                 gradient.
@@ -465,9 +468,10 @@ class Adaptation:
         Args:
             dtype: dtype of the matrix products.
             masks: dropout mask [n, in] of each adapter's input, from `_mask`; None: no dropout.
-            value: the saved output [..., out], returned as a view. None: compute the output. A
-                slice, if no code reads the output: compute only these rows, to compare them with
-                forward; all other rows are NaN. `UNREAD_OUTPUT` is the empty slice.
+            value: None: compute the output. A tensor [..., out]: the output that forward has saved;
+                return a view of it. A slice: no code reads the output, so compute only these rows,
+                which are compared with forward; all other rows are NaN. `UNREAD_OUTPUT`, the empty
+                slice: compute no row.
             add: callback for backward: gets two matrices [out, n] and [n, in], and adds their
                 product to the sum of the weight's gradient over chunks. None: autograd returns the
                 gradient.
@@ -671,13 +675,16 @@ def _tensors(adapter: Adapter) -> tuple[Tensor, Tensor, Tensor | None]:
 def fuse_adapters(
     lora_modules: LoraModules, factors: dict[str, Factors] | None = None
 ) -> Iterator[None]:
-    """Context manager in which peft's LoRA Linears compute as one operation (`AdaptedLinear`), and
-    experts with LoRA adapters read `FactoredWeight`s. The context changes nothing while hooks for
-    all modules (`register_module_forward_hook`) are registered.
+    """Context manager for a decoder layer's forward, in which streambp computes peft's LoRA
+    adapters. Each LoRA Linear computes base and adapters in one operation (`AdaptedLinear`).
+    Experts with adapters read the sum of weight and adapters (`FactoredWeight`).
+
+    Nothing changes while hooks for all modules (`register_module_forward_hook`) are registered,
+    because such hooks may need the modules inside a LoRA Linear.
 
     Args:
         lora_modules: the LoRA Linears and adapted parameters of experts by module name. Modules
-            with a reason `why` keep peft's forward.
+            with a reason `why` use peft's own forward.
         factors: cached LoRA matrices by module name, read and written; None: a new cache, dropped
             at the end of the context.
     """

@@ -177,7 +177,9 @@ class Arguments:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of the tensors among the arguments, in a call with gradients."""
+        """Return the bytes of the tensors among the arguments. Storage that several tensors share
+        counts once. Inference tensors do not count, and the result is 0 in a call without
+        gradients."""
         storages = {tensor.untyped_storage()._cdata: tensor for _, tensor, _ in self.versions}
         return sum(tensor.nbytes for tensor in storages.values())
 

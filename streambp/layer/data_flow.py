@@ -48,13 +48,15 @@ class DataFlow(TorchDispatchMode):
         return self._labels.get(tensor.untyped_storage()._cdata, frozenset())
 
     def add(self, tensor: Tensor, labels: LinearNames) -> None:
-        """Add names of Linears to the labels of a tensor [...], such as a Linear's output, or an
-        operator's result, which gets the labels of the operator's inputs. This object keeps the
-        tensor's storage alive, so that no new tensor gets the storage's address. Sparse tensors get
-        no labels.
+        """Add names of Linears to a tensor's labels. A Linear's output is labelled with the
+        Linear's name, and an operator's result with all labels of the operator's inputs. Sparse
+        tensors get no labels.
+
+        Labels are stored by the address of the tensor's storage. This object therefore keeps the
+        storage alive, so that no new tensor gets the same address.
 
         Args:
-            tensor: the tensor.
+            tensor: the tensor [...].
             labels: names of Linears.
         """
         if tensor.layout != torch.strided:

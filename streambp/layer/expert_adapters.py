@@ -70,13 +70,13 @@ Multiply = Callable[[Tensor, Tensor], Tensor]
 
 
 class FactoredWeight(Tensor):
-    """A weight with LoRA adapters, folded = base + sum of scale * left @ right over the adapters,
-    [E, n, m] of all experts or [n, m] of one expert. Backward computes gradients of the factors
-    left and right, and none of the weight. Shapes below are without E for one expert.
+    """Tensor subclass for a weight with LoRA adapters: base + sum of scale * left @ right over the
+    adapters. The shape is [E, n, m] for all E experts, or [n, m] for one expert. Operations on the
+    weight read the sum. The backward of these operations computes gradients of the factors left and
+    right, and none of the weight.
 
     Attributes:
-        folded: the sum, [E, n, m], without a graph. The forward of a product reads this sum, and
-            not the factors.
+        folded: the sum, [E, n, m], without a graph.
         left_factor: [E, n, r], the left factors of all adapters, side by side; r: the sum of ranks.
         right_factor: [E, r, m], the right factors of all adapters, one below the other.
         scales: (rank, scale) of each adapter, in the order of the factors.
@@ -201,16 +201,17 @@ class FactoredWeight(Tensor):
 
 @dataclasses.dataclass(eq=False)
 class ProductRule:
-    """A matrix product of a tensor and a weight of experts with LoRA adapters, and how its backward
-    computes the gradients of the adapters' factors.
+    """A matrix product of a tensor with the weight of experts that have LoRA adapters. Contains the
+    functions by which `ExpertProduct` computes the product in forward, and in backward the
+    gradients of the adapters' factors left and right.
 
     Attributes:
-        folded: the weight with its adapters, [..., n, m].
+        folded: the sum of the weight and its adapters, [..., n, m].
         scales: (rank, scale) of each adapter.
         multiply: function of a tensor and a weight or factor: returns their product.
-        gather: function of two tensors: returns their product, summed over the tokens, which is a
-            factor's gradient.
-        weight_first: True: weight @ tensor; False: tensor @ weight.
+        gather: function of two tensors: returns their product summed over the tokens. Computes the
+            gradient of a factor.
+        weight_first: True: the product is weight @ tensor; False: tensor @ weight.
         pads: True if `multiply` needs rows of a multiple of `ROW_ALIGNMENT_BYTES` bytes, so that
             the factors' rank is padded with zeros.
     """
@@ -475,8 +476,9 @@ class LoraParameter:
 
     @property
     def can_be_fused(self) -> bool:
-        """Return False. `LayerState.linears` reads this property to find Linears with adapters
-        whose outputs may be saved or skipped, and experts are no Linears."""
+        """Return False. The value is True for a LoRA Linear whose output may be saved or skipped,
+        and an adapted parameter of experts has no such output. `LayerState.linears` reads this
+        property of both."""
         return False
 
     def record_operation(self, operation: str) -> None:

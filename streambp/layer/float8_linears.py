@@ -54,18 +54,19 @@ def is_float8(module: nn.Module) -> bool:
 
 
 class WeightCasts:
-    """Cache of the float8 weights of one layer. An entry exists from the weight's first cast in a
-    pass until the pass ends.
+    """Cache of the float8 casts of one layer's weights. A layer that runs in chunks calls its
+    Linears once for each chunk, and each weight is cast at the first call. The casts are dropped
+    after the layer's forward, and again after its backward.
 
     Args:
-        linears: the layer's float8 Linears, which share one forward.
-        forward: this forward, as torchao's class has it.
+        linears: the layer's float8 Linears, all with the same class's forward.
+        forward: this forward, a function of torchao.
 
     Attributes:
         linears: the Linears.
-        forward: copy of torchao's forward, whose casts of weights are cached.
+        forward: copy of torchao's forward that reads and fills this cache when it casts a weight.
         storages: memory of the Linears' weights, by address. The references keep the addresses from
-            being used for other tensors. None: no pass runs, and nothing is cached.
+            being used for other tensors. None: nothing is cached now.
         casts: pairs of a version counter and the cast weight, by the weight's memory, the arguments
             of torchao's cast, and autocast's dtype.
     """
@@ -91,7 +92,8 @@ class WeightCasts:
         self.forward = with_globals({**names, FLOAT8_PRODUCT: copied}, forward)
 
     def begin(self) -> None:
-        """Start caching, if this is a pass's first call of a float8 Linear."""
+        """Start caching casts, unless caching has started already. Each call of a float8 Linear
+        calls this method first, so that the first chunk's calls start the cache for all chunks."""
         if self.storages is not None:
             return
         self.storages = {}
@@ -102,13 +104,14 @@ class WeightCasts:
                 self.storages[storage._cdata] = storage
 
     def end(self) -> None:
-        """Drop all casts, and cache none until the next `begin`."""
+        """Drop all cached casts, and cache none until the next call of `begin`."""
         self.storages = None
         self.casts.clear()
 
     def caches(self, tensor: Tensor) -> bool:
-        """True if a cast of this tensor [...] may be cached. The tensor must have the memory of one
-        of the Linears' weights and a version counter, and the cast must have no graph."""
+        """True if a cast of this tensor [...] may be cached. The tensor must be one of the Linears'
+        weights, or share memory with one. The tensor must have a version counter, and grad mode
+        must be off."""
         return (
             self.storages is not None
             and type(tensor) in TENSOR_TYPES
@@ -125,14 +128,16 @@ def _cast(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Return torchao's cast of a tensor [...] to float8, for a weight the cached one.
+    """Cast a tensor [...] to float8 as torchao does, and return the result. A weight's result is
+    read from the cache, if the cache has a cast of the weight's present values. Replaces torchao's
+    cast in the copy of torchao's forward.
 
     Args:
-        reference: the cache of the Linear's layer.
+        reference: weak reference to the cache of the Linear's layer.
         names: global names of torchao's code, among them its cast.
-        tensor: the tensor.
+        tensor: the tensor: input, weight or gradient of a Linear.
         args: further arguments of torchao's cast.
-        kwargs: keyword arguments of torchao's cast.
+        kwargs: keyword arguments of torchao's cast, which say if the tensor is a weight.
     """
     make = names[FLOAT8_CAST]
     cache = reference()
@@ -152,11 +157,12 @@ def _cast(
 
 @dataclasses.dataclass(eq=False)
 class CastOnce:
-    """Replacement for the forward of a float8 Linear while its decoder layer runs.
+    """Replacement for the forward of a float8 Linear while its decoder layer runs in chunks. The
+    weight is cast to float8 once for all chunks instead of once for each.
 
     Attributes:
         module: the Linear.
-        casts: the cache of the Linear's layer.
+        casts: the cache of the casts of all weights in the layer.
     """
 
     module: nn.Module

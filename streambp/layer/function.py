@@ -326,9 +326,10 @@ class BackwardPass:
             gradients: gradient of hidden_states [..., B, C, h] first, if needed, then of the
                 arguments with a needed gradient; None: the chunk's outputs do not depend on the
                 input.
-            accumulate: True: add to this chunk's earlier gradient of hidden_states. This is for a
-                layer that is differentiated in two parts, first behind its attention and then up to
-                it. False: overwrite the chunk's part of the buffer.
+            accumulate: False: write the gradient of hidden_states into the chunk's part of the
+                buffer. True: add it to what the buffer has for this chunk, for a layer that is
+                differentiated in two parts. The part after attention comes first, and the part up
+                to attention is added.
         """
         first, *gradients = gradients if self.needs_input else (None, *gradients)
         if self.needs_input and self.sums.is_single_chunk:
@@ -511,8 +512,9 @@ FindUnread = Callable[[LayerCall, dict[str, nn.Linear], bool], UnreadProducts]
 
 
 def run_backward(find_unread: FindUnread, call: LayerCall, work: BackwardPass) -> None:
-    """Recompute and differentiate the chunks of a layer call, last chunk first. A graph that stayed
-    from forward is not recomputed. [Note: prefix accumulation order]
+    """Recompute and differentiate the chunks of a layer call, last chunk first. If keys and values
+    were not saved, those of all chunks but the last are recomputed before. If forward's autograd
+    graph was saved, only differentiate it. [Note: prefix accumulation order]
 
     Args:
         find_unread: function of the call, the layer's Linears by name, and a flag, True if the

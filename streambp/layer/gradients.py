@@ -137,13 +137,13 @@ LEAF_NODE_TYPE = getattr(torch._C._functions, ACCUMULATE_GRAD)
 
 
 class GraphMarker:
-    """Object that marks one autograd graph of a layer. The graph's first node references the
-    object. This node is at the layer's input, and backward reaches it last. The object is thus
-    alive while any code holds a part of the graph.
+    """Object that shows if any code holds a part of a layer's autograd graph. The graph's node at
+    the layer's input, which backward reaches last, references this object. The object is alive
+    while a part of the graph is alive.
 
     Attributes:
         trying: False if the graph is from a test of the layer on random tokens that has ended. The
-            graph's first node then raises if a gradient arrives. True for all other graphs.
+            node at the layer's input then raises if a gradient arrives. True for all other graphs.
     """
 
     trying = True
@@ -186,11 +186,12 @@ class MarkGraphStart(torch.autograd.Function):
 
 
 def is_kept(origin: weakref.ref[GraphMarker]) -> bool:
-    """True if other code, for example a hook that collects activations, still holds part of an
-    autograd graph. Called after streambp has dropped its own references.
+    """True if other code, for example a hook that collects activations, still holds part of a
+    layer's autograd graph. Called after streambp has dropped its own references. Such a layer runs
+    unchunked.
 
     Args:
-        origin: weak reference to the marker of the graph's first node.
+        origin: weak reference to the `GraphMarker` that the graph's first node references.
     """
     if origin() is not None:
         gc.collect()  # frees graphs in reference cycles
@@ -203,7 +204,8 @@ class Graph:
 
     Attributes:
         output: the outputs of the chunk.
-        origin: the marker of the graph's start.
+        origin: object that the graph's first node references, to see later if other code holds a
+            part of the graph.
         hidden_chunk: [..., B, C, h], the leaf for hidden_states.
         leaves: the leaves for the layer's arguments with requires_grad.
         shadows: the leaves for the layer's trainable parameters, detached aliases of them.
@@ -243,12 +245,12 @@ def count_graph_bytes(
     call: LayerCall, observed_costs: ObservedCosts, tensors: Iterable[Tensor]
 ) -> Iterator[None]:
     """Context manager that counts the bytes of the tensors that autograd saves for one chunk, and
-    adds the bytes to `observed_costs.graph`. A later call's graph may stay from forward to backward
-    if these bytes fit into device memory.
+    adds the bytes to `observed_costs.graph`. The policy for `saves="auto"` keeps a later call's
+    graph from forward to backward if these bytes fit into device memory.
 
     Tensors that exist without the graph are not counted: `tensors`, frozen weights and the call's
-    arguments, such as cosines and sines. Nothing is counted in a call without retries
-    (`call.attempt` is `RUN_ONCE`).
+    arguments, such as cosines and sines. Nothing is counted in a call whose chunks are not retried
+    when memory runs out (`call.attempt` is `RUN_ONCE`).
 
     Args:
         call: the call of the layer.
@@ -367,18 +369,18 @@ def dependence_message(leaf: Tensor) -> str:
 
 
 def refuse_kept_graph(call: LayerCall, origin: weakref.ref[GraphMarker]) -> None:
-    """Raise if other code still holds part of a chunk's graph after the chunk's backward, for
-    example a hook that collects an auxiliary loss. The hook got tensors without a graph in forward,
-    so the gradient of this loss would be lost. Before raising, store the decision that later calls
-    of this kind run unchunked.
+    """Raise if other code still holds part of a chunk's graph after the chunk's backward. An
+    example is a hook that collects an auxiliary loss: the hook got tensors without a graph in
+    forward, so this loss gave no gradient. Before raising, store the decision that later calls of
+    this kind run unchunked.
 
     Args:
         call: the layer call.
-        origin: weak reference to the marker of the graph's first node; the marker is alive while
-            the graph is held.
+        origin: weak reference to the `GraphMarker` that the graph's first node references; the
+            marker is alive while any code holds the graph.
 
     Raises:
-        BackwardError: the graph is still held.
+        BackwardError: other code holds the graph.
     """
     if origin() is None or call.layer_state.fingerprint.in_cycles:
         return

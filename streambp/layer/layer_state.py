@@ -92,8 +92,8 @@ class TrialResult:
         is_tested: True if the decision between chunks and an unchunked run has been made for these
             calls.
         reason: the reason why calls of this kind run unchunked; None: they run in chunks.
-        searched_for_writes: the autocast states under which a test has searched the forward for
-            in-place writes, so that no other test has to.
+        searched_for_writes: the autocast states under which the layer was tested for in-place
+            writes. A call under another state is tested first.
         tested_lengths: dict from chunk size to the longest sequence length, in tokens, that needs
             no further test. The key `ANY_CHUNK_SIZE` has the length for all chunk sizes that are no
             keys of the dict. None: no test ran.
@@ -272,11 +272,12 @@ class LayerTests:
     differing: set[str] = dataclasses.field(default_factory=set)
 
     def forget(self, reason: str | None) -> None:
-        """Delete the decision that calls run unchunked for `reason`, so that these calls are tested
-        again. The number of failed tests (`TrialResult.doubts`) becomes 0 for all kinds of calls.
+        """Delete the stored decision that calls run unchunked for `reason`, so that these calls are
+        tested again. The number of failed tests (`TrialResult.doubts`) becomes 0 for all kinds of
+        calls.
 
-        An unchunked call that raises calls this method: the cause of the exception may also have
-        made the earlier test fail.
+        Called when an unchunked run raises. The cause of its exception, such as a wrong argument,
+        may also have made the earlier test fail, and may be gone in the next call.
 
         Args:
             reason: the reason of the decision; None: no decision is deleted.
@@ -304,13 +305,15 @@ class LayerTests:
         )
 
     def reuse_result(self, kind: frozenset[tuple[str, Any]], snapshot: LayerSnapshot) -> None:
-        """Copy the results of tested calls to another kind of calls, so that these calls are not
-        tested. The two kinds must differ only by hooks that were registered after `warm_up`. If
-        such a hook has since modified a value, delete all copies instead. Does nothing before
-        `warm_up`.
+        """Copy the results of tested calls to calls of another kind, so that these are not tested.
+        The two kinds must differ only by hooks that were registered after `warm_up`. Does nothing
+        before `warm_up`.
+
+        If one of these hooks has since modified a value (`warm_up.on` is False), delete all copied
+        results instead.
 
         Args:
-            kind: the kind of the calls, their key in `results`.
+            kind: the kind of the untested calls, their key in `results`.
             snapshot: snapshot of the layer with its present hooks.
         """
         if self.warm_up is None or not snapshot.hooks.locations:
@@ -436,9 +439,11 @@ class LayerState:
     def load_weights_once(
         self, args: Any, kwargs: Any, reason: str
     ) -> contextlib.AbstractContextManager[None]:
-        """Context manager in which the layer's weights are on the device, for a call without a
-        graph that does not run in chunks. Does nothing for a layer whose weights are not stored on
-        the host.
+        """Context manager in which the layer's weights are on the device, for a call that runs
+        unchunked. Does nothing for a layer whose weights are not stored on the host.
+
+        A call with an autograd graph raises: the graph would need the weights until backward, but
+        other layers' weights replace them on the device after the call.
 
         Args:
             args: the call's positional arguments.
@@ -492,8 +497,9 @@ class LayerState:
 
     @property
     def replaced_forwards(self) -> list[DecodedOnce | CastOnce]:
-        """Return the replacements of forwards that decode a 4-bit weight or cast a weight to
-        float8, by replacements that do so once for each pass through the layer."""
+        """Return one object for each module of the layer that decodes a 4-bit weight or casts a
+        weight to float8. While the layer runs in chunks, the object replaces the module's forward,
+        so that weights are decoded or cast once for all chunks instead of once for each."""
         return self.cached_result(replaced_forwards)
 
     @property
@@ -513,8 +519,11 @@ class LayerState:
     def coarsest_dtype(self, dtype: torch.dtype, device: str, autocast: Autocast) -> torch.dtype:
         """Return the dtype with the largest rounding error among `dtype`, the dtypes of the layer's
         parameters and autocast's dtype. Comparisons of this layer's values tolerate the rounding
-        errors of this dtype. If it is float32 and the device may use TF32, a dtype with TF32's
-        precision is returned (`matmul_dtype`), because kernels choose TF32 by the number of rows.
+        errors of this dtype.
+
+        If that dtype is float32 and the device may use TF32, a dtype with TF32's precision is
+        returned (`matmul_dtype`). Kernels choose TF32 by the number of rows, so chunks may use it
+        where the full sequence does not.
 
         Args:
             dtype: the dtype of the layer's input.
@@ -528,9 +537,10 @@ class LayerState:
         return matmul_dtype(device) or coarsest if coarsest == torch.float32 else coarsest
 
     def witness(self, x: Tensor, autocast: Autocast) -> Witness | None:
-        """Return a new `Witness` for one call of the layer. The object compares values of the
-        recomputation in backward with those of the forward. None if the comparison is disabled
-        (`compare_backward`), or if x is empty or has no data (a meta tensor).
+        """Return a new `Witness` for one call of the layer, which records sums of forward's values.
+        Backward compares the sums with sums of the recomputed values, and raises if two sums
+        differ. None if the comparison is disabled (`compare_backward`), or if x is empty or has no
+        data (a meta tensor).
 
         Args:
             x: [..., T, h], the layer's input.

@@ -39,9 +39,9 @@ from streambp.tensors import restoring_iterator
 
 @dataclasses.dataclass(eq=False)
 class DecodedOnce:
-    """Replacement for the forward of a parametrized 4-bit weight while its decoder layer runs.
-
-    The first call decodes the weight, and later calls return the same tensor.
+    """Replacement for the forward of a parametrized 4-bit weight, for example of experts, while its
+    decoder layer runs in chunks. The first call decodes the weight, and later calls return the same
+    tensor, so that not every chunk decodes it.
 
     Attributes:
         module: the parametrization of the weight, whose forward is replaced.
@@ -168,15 +168,17 @@ def refuse_without_backward(model: nn.Module) -> None:
 
 
 def replaced_forwards(layer: nn.Module) -> list[DecodedOnce | CastOnce]:
-    """Return replacements for the forwards of a layer's 4-bit weights and float8 Linears, which
-    `decode_once` sets on these modules."""
+    """Return one object for each 4-bit weight and each float8 Linear of a layer, to replace the
+    forward that decodes or casts the weight. `decode_once` sets the replacements while the layer
+    runs in chunks."""
     return [*map(DecodedOnce, packed_weights(layer)), *float8_linears(layer)]
 
 
 @contextlib.contextmanager
 def decode_once(replacements: Sequence[DecodedOnce | CastOnce]) -> Iterator[None]:
-    """Context manager in which each 4-bit weight is decoded, and each weight of a float8 Linear is
-    cast, at its first read alone. The end of the context drops the results.
+    """Context manager for a layer that runs in chunks. Each 4-bit weight is decoded, and each
+    weight of a float8 Linear is cast, once for all chunks: when it is first read. The end of the
+    context drops the decoded and cast weights.
 
     Args:
         replacements: the replacements of the modules' forwards, from `replaced_forwards`.

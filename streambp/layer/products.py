@@ -42,11 +42,12 @@ LinearNames = frozenset[str]
 @dataclasses.dataclass(frozen=True)
 class UnreadProducts:
     """Names of the Linears of a layer whose outputs backward never reads, so that a recomputation
-    can skip these Linears. Names are relative to the layer.
+    need not compute these outputs. Names are relative to the layer.
 
     Attributes:
         refill: Linears to skip when only keys and values are recomputed.
-        recompute: Linears to skip when a chunk is recomputed and differentiated.
+        recompute: Linears to skip when a chunk is recomputed and differentiated. An example is the
+            layer's last Linear, whose gradients follow from its input and weight.
         states: True if a chunk's recurrent end states depend on a tensor that needs a gradient, so
             that gradients must pass through states to earlier chunks.
     """
@@ -81,12 +82,13 @@ class UnreadInHalves:
 
 
 def plain_linears(layer: nn.Module, adapted: Iterable[str] = ()) -> dict[str, nn.Linear]:
-    """Return the layer's Linears that compute x @ W^T + b and nothing else, by name.
+    """Return the layer's Linears that compute x @ W^T + b and nothing else, by name. The outputs of
+    these Linears may be saved or skipped, and their weight gradients may be summed over chunks.
 
-    Linears of indexers are left out, because indexers are called for a few queries at a time
-    ([Note: indexers]). Linears inside compiled modules are left out, because replacing a forward
-    would recompile them. The result is {} if modules inside the layer have hooks: a forward hook
-    must get true values in recomputations too.
+    Linears of indexers (sparse attention) are left out, because indexers are called for a few
+    queries at a time. [Note: indexers] Linears inside compiled modules are left out, because
+    replacing a forward would recompile them. The result is {} if modules inside the layer have
+    hooks, which must get true values in recomputations too.
 
     Args:
         layer: the decoder layer.
@@ -310,9 +312,9 @@ def skip_outputs(
 def compute_outputs(
     linears: dict[str, nn.Linear], names: Iterable[str]
 ) -> contextlib.AbstractContextManager[None]:
-    """Return a context manager in which Linears compute their output, but have the autograd
-    Function that `skip_outputs` uses. A test compares gradients under `skip_outputs` with those
-    under `compute_outputs` bit by bit.
+    """Return a context manager in which Linears compute their output as usual, but by the autograd
+    Function of `skip_outputs`. A test compares gradients with and without skipped outputs to the
+    bit, and both runs must use the same Function.
 
     Args:
         linears: the layer's Linears by name.
@@ -332,12 +334,12 @@ def tap_linears(
     source: Callable[[str], Tensor | None] | None = None,
     sums: GradientSum | None = None,
 ) -> contextlib.AbstractContextManager[None]:
-    """Context manager that passes the inputs and outputs of these Linears to callbacks, or replaces
-    their outputs by saved ones.
+    """Context manager that shows the inputs and outputs of Linears to callbacks, or replaces their
+    outputs by saved ones.
 
     Args:
         linears: the layer's Linears by name.
-        names: names of these Linears; names that are not in `linears` are ignored.
+        names: names of the Linears to change; names that are not in `linears` are ignored.
         sink: callback, gets a Linear's name and its output [..., out]; None: no callback.
         see: callback, gets a Linear's name and its input [..., in]; None: no callback.
         source: function of a Linear's name: returns the saved output, or None if the Linear must
@@ -448,9 +450,10 @@ class LinearWithKnownOutput(torch.autograd.Function):
             weight: [out, in]. The weight is an input even if `add` is given: otherwise the output
                 would have no graph if x requires no gradient.
             bias: [out].
-            value: the saved output [..., out], returned as a view. None: compute the output. A
-                slice, if no code reads the output: compute only these rows, to compare them with
-                forward; all other rows are NaN. `UNREAD_OUTPUT` is the empty slice.
+            value: None: compute the output. A tensor [..., out]: the output that forward has saved;
+                return a view of it. A slice: no code reads the output, so compute only these rows,
+                which are compared with forward; all other rows are NaN. `UNREAD_OUTPUT`, the empty
+                slice: compute no row.
             add: callback for backward: gets two matrices [out, n] and [n, in], and adds their
                 product to the sum of the weight's gradient over chunks. None: autograd returns the
                 gradient.

@@ -288,11 +288,12 @@ class Parameters:
     def shadow(
         self, change: Callable[[Tensor], Tensor] = Tensor.detach
     ) -> contextlib.AbstractContextManager[list[Tensor]]:
-        """Context manager that replaces the parameters in their modules by shadows [...]: detached
-        aliases that require gradients. The list of shadows is yielded, in the order of `current`.
+        """Context manager that replaces the parameters in their modules by detached aliases that
+        require gradients. A chunk is differentiated for these aliases, so that no gradient is added
+        to the parameters' `.grad`. The list of aliases [...] is yielded, in the order of `current`.
 
         Args:
-            change: returns the shadow of a parameter, without a graph; default: a detached alias.
+            change: returns a parameter's replacement, without a graph; default: a detached alias.
         """
         return self.replace([change(parameter).requires_grad_() for parameter in self.current()])
 

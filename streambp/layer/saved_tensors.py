@@ -173,11 +173,13 @@ class SavedProducts:
 
 @dataclasses.dataclass
 class CarriedNames:
-    """What a layer passes from chunk to chunk beside keys and values.
+    """The names under which a layer's recurrent states and selected keys are saved for backward.
 
     Attributes:
-        state_keys: the keys of the layer's recurrent states.
-        indexers: number of the layer's indexers, whose picks are saved.
+        state_keys: the keys of the layer's recurrent states; the index of a key is part of the
+            saved state's name.
+        indexers: number of the layer's indexers (sparse attention). The key indices that each
+            indexer selected are saved.
     """
 
     state_keys: list[StateKey] = dataclasses.field(default_factory=list)
@@ -252,8 +254,9 @@ class SavedForBackward:
                 self.chosen_by_user = False
 
     def drop_saves(self, is_running: bool) -> bool:
-        """Free every saved tensor on the device that backward can recompute, and save no more
-        tensors of these kinds in this call. Return True if memory may have been freed.
+        """Free every saved tensor on the device that backward can recompute, because memory is
+        short. The rest of this call saves no more tensors under the freed names in `saves`. Return
+        True if memory may have been freed.
 
         Args:
             is_running: True if this layer is running, so that the buffers of keys and values must
@@ -336,10 +339,16 @@ class SavedForBackward:
                 self.store.save(f"state.{number}", chunk.index, state)
 
     def _state_chunk(self, index: int) -> int | None:
-        """Return the chunk index under which the start states of chunk `index` are stored. Chunks
-        that continue from the same chunk start from the same states, which are stored once, under
-        the index of the first of them. None if no chunk precedes the chunk. Call this method only
-        for a layer with states."""
+        """Return the chunk index under which the recurrent start states of a chunk are stored.
+        Usually this is `index` itself. If several chunks continue from the end of a shared prefix,
+        they have the same start states, stored once under the smallest index. None if the chunk
+        continues from no other chunk.
+
+        Call this method only for a layer with states.
+
+        Args:
+            index: the chunk's index.
+        """
         predecessor = self.plan.predecessors[index]
         return None if predecessor is None else self.plan.successors[predecessor][0]
 
@@ -537,9 +546,9 @@ class SavedForBackward:
 
     @property
     def refilled_chunks(self) -> tuple[Chunk, ...]:
-        """Return all chunks but the last one: the chunks whose keys and values must be recomputed
-        at the start of backward, unless these are saved. The last chunk's own recomputation writes
-        its keys and values."""
+        """Return the chunks whose keys and values backward recomputes at its start, if forward has
+        not saved keys and values: all chunks but the last. Backward recomputes the last chunk
+        first, and thereby its keys and values."""
         return self.plan.chunks[:-1]
 
     def start_reads(self, index: int) -> list[Access]:
@@ -636,8 +645,9 @@ class SavedForBackward:
 
 
 def _cannot_be_recomputed(name: str) -> bool:
-    """True if backward cannot recompute a saved tensor of this name. Such a tensor is not freed
-    when memory is short."""
+    """True if backward cannot recompute a saved tensor of this name: a chunk's input, a recurrent
+    start state, or the key indices that an indexer selected. Such a tensor is not freed when memory
+    is short."""
     return name.split(".")[0] in ("x", "state", "picks")
 
 

@@ -95,23 +95,25 @@ def makes_choices(layer: nn.Module) -> bool:
 
 
 def equal_on_cpu(in_forward: Tensor, in_backward: Tensor) -> bool:
-    """True if two tensors [...] are on a CPU and equal. Reading this result from another device
-    would synchronize with the device, so tensors there give False and are compared later."""
+    """True if two tensors [...] are on a CPU and equal, so that no further comparison is needed.
+    False for tensors on another device: reading the result there would synchronize, so the caller
+    compares these tensors later."""
     return in_backward.is_cpu and torch.equal(in_forward, in_backward)
 
 
 class ValuePair(NamedTuple):
-    """A pair of values to compare, from a layer's forward and from its recomputation in backward.
+    """Two values of the same tensor of a layer, from forward and from the recomputation in
+    backward. The values must be equal up to a tolerance.
 
     Attributes:
         layer: the layer.
         number: the layer's index in its model.
         cast: True if autocast was on in forward.
-        tolerance: allowed norm of the difference, relative to the norm of `backward_value` without
+        tolerance: allowed norm of the difference, divided by the norm of `backward_value` minus
             `unchanged`. [Note: witness]
-        forward_value: the value in forward: [n], a weighted sum of a tensor's rows, or a few of its
-            rows [..., n].
-        backward_value: the same value of the recomputed tensor.
+        forward_value: the value in forward: [n], a weighted sum of the tensor's rows, or a few of
+            its rows [..., n].
+        backward_value: this value of the recomputed tensor.
         unchanged: a term that both values contain unchanged, such as the residual connection's
             input, in the shape of the values; None: there is none.
     """
@@ -127,8 +129,9 @@ class ValuePair(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class Witness:
-    """Record of values in one layer call's forward. Backward compares the values of its
-    recomputation with the record, and raises if they differ. [Note: witness]
+    """Record of one layer call's forward, by which backward finds out if its recomputation differs
+    from the forward. The record contains weighted sums of tensors' rows, not the tensors. A
+    difference raises BackwardError. [Note: witness]
 
     Attributes:
         witnesses: collects the comparisons of all layers of the model.
@@ -152,15 +155,16 @@ class Witness:
     _pairs: list[ValuePair] = dataclasses.field(default_factory=list)
 
     def begin(self, key: Hashable, last: bool, in_backward: bool) -> None:
-        """Start a chunk, or one half of the layer (before or after attention) on a chunk. In
-        forward, `see` records the chunk's values from now on. In backward, `see` compares
-        recomputed values with the recorded ones.
+        """Set the chunk to which the next calls of `see` belong. Called in forward, `see` records
+        values of this chunk. Called in backward, `see` compares recomputed values with the values
+        that forward recorded for this chunk.
 
         Args:
-            key: tuple of the half's name ("" for the full layer) and the chunk's index. Values
-                from forward are stored under this key until backward.
+            key: pair of a name and the chunk's index, under which forward's values are stored until
+                backward. The name is "" for the full layer, or that of the part before or after
+                attention if these parts are computed separately.
             last: True for the last chunk of the sequence.
-            in_backward: True in backward.
+            in_backward: True in backward; False in forward.
         """
         self.last, self._in_backward, self._combined_input = last, in_backward, None
         if in_backward:
@@ -207,8 +211,9 @@ class Witness:
                 return
 
     def _combine_rows(self, x: Tensor) -> Tensor:
-        """Return the weighted sum of the rows of x [..., C, n] (`Witnesses.combine_rows`). The last
-        result is cached, because consecutive Linears often have the same input x."""
+        """Return the weighted sum of the rows of x [..., C, n], with the weights of
+        `Witnesses.combine_rows`. The last result is cached, because consecutive Linears often have
+        the same input x."""
         if x.is_inference():
             return self.witnesses.combine_rows(x)
         cached = self._combined_input
@@ -234,9 +239,9 @@ class Witness:
         self.see("output", output, x, rows_of(output.shape[-2]) if self.left_out else None)
 
     def end(self) -> None:
-        """Pass all pairs of a forward's value and the recomputed value, collected by `see` in this
-        layer call, to `Witnesses.submit` for comparison. Drop the pairs and the forward's remaining
-        values. Called at the end of the layer's backward."""
+        """End the comparisons of this layer call, at the end of the layer's backward. The pairs of
+        values that `see` has collected go to `Witnesses.submit`, which compares them. All recorded
+        values are dropped."""
         pairs, self._pairs, self._noted = self._pairs, [], {}
         if pairs:
             self.witnesses.submit(pairs)
@@ -244,9 +249,9 @@ class Witness:
 
 @dataclasses.dataclass(eq=False)
 class Witnesses:
-    """Comparisons of values in each layer's forward with the same values of its recomputation in
-    backward, for all layers of a model. The comparisons of one backward are evaluated together at
-    its end, so that the host waits once for the device. [Note: witness]"""
+    """The running comparisons of forward and recomputation, for all layers of a model. All pairs of
+    values of one backward are compared at its end, so that the host waits for the device only once.
+    [Note: witness]"""
 
     _weights: dict[tuple[int, torch.dtype, torch.device], Tensor] = dataclasses.field(
         default_factory=dict
@@ -266,11 +271,15 @@ class Witnesses:
         return Witnesses, ()
 
     def combine_rows(self, x: Tensor) -> Tensor:
-        """Return one weighted sum of the rows of x [..., n], without a graph. The result is [n]; if
+        """Return one weighted sum of the rows of x, without a graph. Two tensors are compared by
+        these sums, so that forward need not save a tensor for the comparison. The result is [n]; if
         n is large, groups of its entries are added up to fewer numbers.
 
         The weight of a row is a pseudorandom function of its index, and small enough for sums in
         float16.
+
+        Args:
+            x: [..., n].
         """
         device, features = x.device, x.shape[-1]
         rows = x.numel() // max(1, features)
@@ -309,9 +318,10 @@ class Witnesses:
         return total if folded in (features, 1) else total.view(-1, folded).sum(0)
 
     def submit(self, pairs: list[ValuePair]) -> None:
-        """Compare pairs of values from forward and recomputation: when the model's running backward
-        ends, or at once if no backward is running. Raise BackwardError if a pair differs by more
-        than its tolerance.
+        """Compare pairs of values from forward and recomputation. While autograd runs a backward,
+        the comparison waits until its end, where the pairs of all layers are compared together.
+        Otherwise the pairs are compared at once. Raise BackwardError if a pair differs by more than
+        its tolerance.
 
         Args:
             pairs: the pairs.
