@@ -26,11 +26,12 @@ from streambp.known_names import (
 
 
 def attention_key() -> Any:
-    """Return a hashable key for the present `torch.nn.functional.scaled_dot_product_attention`. The
-    key changes if another function replaces the present one. A layer's attention is then tested
-    again.
+    """Return a hashable key for the present `torch.nn.functional.scaled_dot_product_attention`. A
+    library may replace this function. The key then changes, and streambp tests the layer's
+    attention again.
 
-    Context parallelism installs a new closure in each step; all its closures have the same key.
+    Torch's context parallelism replaces the function by a new closure in each step. All its
+    closures have the same key.
     """
     function = F.scaled_dot_product_attention
     if (getattr(function, "__module__", None) or "").startswith(CONTEXT_PARALLEL):

@@ -82,16 +82,22 @@ def full_shape(parameter: Tensor) -> torch.Size:
 
 
 def full_bytes(parameter: Tensor) -> int:
-    """Return the bytes of a parameter [...] with its full shape, even if the parameter is
-    partitioned over ranks. The memory prediction counts gathered parameters by this size."""
+    """Return the bytes of a parameter with its full shape, even if the parameter is partitioned
+    over ranks. While a layer runs, ZeRO-3 and FSDP2 gather its parameters, and the prediction of
+    memory counts this size.
+
+    Args:
+        parameter: the parameter [...].
+    """
     return int(math.prod(full_shape(parameter)) * parameter.itemsize)
 
 
 def gradient_bytes(parameter: Tensor) -> int:
-    """Return the bytes that the gradient of a parameter [...] adds to a rank's memory in a step:
-    the bytes of the parameter, or of this rank's shard under FSDP2. Used to predict memory.
+    """Return the bytes that the gradient of a parameter [...] adds to a rank's memory in a step.
+    The gradient has the bytes of the parameter, or of this rank's shard under FSDP2. The prediction
+    of memory uses the result.
 
-    0 under ZeRO-3, whose buffers for gradients also exist between steps.
+    The result is 0 under ZeRO-3, whose buffers for gradients exist between steps as well.
     """
     if is_partitioned(parameter):
         return 0
@@ -100,14 +106,17 @@ def gradient_bytes(parameter: Tensor) -> int:
 
 
 def differentiable_input(layer: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Return (args, kwargs) of a layer's forward, changed so that hidden_states is positional and
-    requires a gradient. Otherwise ZeRO-3's full-backward hook of the layer would run before all
-    gradients exist. Return None, so that nothing changes, if ZeRO-3 partitions no parameter of the
-    layer. Decoder layers have this function as a forward pre-hook.
+    """Change the arguments of a decoder layer so that its input requires a gradient, for ZeRO-3.
+    Otherwise ZeRO-3's full-backward hook of the layer would run before all gradients exist.
+    Registered as a forward pre-hook of decoder layers.
 
     Args:
         layer: the decoder layer.
         args, kwargs: the arguments of its forward.
+
+    Returns:
+        (args, kwargs) with hidden_states as a positional argument. None, so that torch changes
+        nothing, if ZeRO-3 partitions no parameter of the layer.
     """
     if ENGINE_PACKAGES[0] not in sys.modules or not any(map(is_partitioned, layer.parameters())):
         return None
@@ -176,12 +185,15 @@ def engine_of_parameter(parameter: Tensor) -> str | None:
 
 
 def late_reducing_engine(parameter: Tensor) -> str | None:
-    """Return the name, for messages, of the engine that reduces the gradient of a parameter [...]
-    over ranks only after the parameter's post-accumulate-grad hooks have run. None if no engine
-    does. An optimizer step inside such a hook would read unreduced gradients.
+    """Return the name, for messages, of the engine that reduces a parameter's gradient over ranks
+    only after the parameter's post-accumulate-grad hooks have run. An optimizer step inside such a
+    hook would read unreduced gradients. None if the hooks get reduced gradients.
 
     FSDP2 reduces before these hooks. DDP, pipelines and split sequences leave no mark on a
     parameter, so one of them is assumed for an unmarked parameter on several ranks.
+
+    Args:
+        parameter: the parameter [...], on which some engines set marks.
     """
     name = engine_of_parameter(parameter)
     ranks = 1
@@ -198,9 +210,10 @@ def late_reducing_engine(parameter: Tensor) -> str | None:
 
 
 def contents_of(module: nn.Module) -> tuple[list[nn.Module], list[nn.Parameter]]:
-    """Return two lists: a module with all inner modules, and their parameters. Callers search the
-    lists, for example for marks of engines. A module or parameter that is used twice appears twice.
-    The function takes a third of the time of `module.modules()` and `module.parameters()`."""
+    """Return a module with all inner modules as a list, and a second list of their parameters.
+    Callers search the lists, for example for marks of engines. A module or parameter that is used
+    twice appears twice. The function takes a third of the time of `module.modules()` and
+    `module.parameters()`."""
     parameters_table, _, modules_table = MODULE_TABLES
     is_not_none = functools.partial(operator.is_not, None)
     modules: list[Any] = [module]
@@ -268,8 +281,10 @@ Reduction = tuple[nn.Module, Callable[..., Any]]
 
 
 def reductions_of(layer: nn.Module) -> list[Reduction]:
-    """Return pairs (module, hook) for the ZeRO-3 leaf modules inside a layer, such as blocks of
-    experts. The hook is DeepSpeed's full-backward hook, which reduces the module's gradients."""
+    """Return pairs (module, hook) for the ZeRO-3 leaf modules inside a layer. DeepSpeed treats a
+    leaf module, for example a block of experts, as one unit. The hook is DeepSpeed's full-backward
+    hook, which reduces the module's gradients over ranks. `EngineReduce` calls the hooks once after
+    the layer's backward."""
     reductions: list[Reduction] = []
     for module in layer.modules():
         if module is not layer and getattr(module, Z3_LEAF, False):
@@ -321,8 +336,14 @@ class JoinGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return the gradients [...] unchanged. A parameter without a gradient gets zeros if
-        DeepSpeed waits for the gradient, else None."""
+        """Return the gradients of the views [...] as gradients of hidden_states and of the
+        parameters. If the loss does not depend on a parameter, its gradient is zeros if DeepSpeed
+        waits for the gradient, else None.
+
+        Args:
+            grad: gradient of hidden_states [..., B, T, h]; None: there is none.
+            grads: gradient of each parameter; None: there is none.
+        """
         pairs = zip(grads, ctx.parameters, strict=True)
         return grad, *(
             zeros_for_engines(parameter) if gradient is None else gradient
@@ -375,16 +396,16 @@ def ranks_must_agree(module: nn.Module) -> bool:
 def gather_numbers(
     module: nn.Module, numbers: Sequence[int], device: torch.device
 ) -> list[list[int]]:
-    """Gather a few ints from each rank, so that all ranks can take the same decision, and return
-    the ints of every rank as a list of lists. This is a collective: every rank of the group must
-    call the function equally often.
+    """Gather a few ints from each rank, and return the ints of every rank as a list of lists. All
+    ranks can then take the same decision. The function is a collective: every rank of the group
+    must call it equally often.
 
     The group is the one over which ZeRO-3 or FSDP2 has partitioned the module's parameters,
     otherwise all ranks.
 
     Args:
         module: the module whose parameters are partitioned.
-        numbers: this rank's ints, as many on each rank.
+        numbers: this rank's ints, equal in number on all ranks.
         device: the device of the model's inputs.
     """
     ranks = None

@@ -29,9 +29,11 @@ class HostUse:
     """Bytes of host memory on this rank for CPU offloading by DeepSpeed or FSDP2.
 
     Attributes:
-        parameters: offloaded parameters.
-        optimizer: optimizer state that exists already.
-        to_come: gradients and optimizer state that are still to be allocated.
+        parameters: bytes of offloaded parameters.
+        optimizer: bytes of optimizer state that exists already. Under DeepSpeed, its float32 copies
+            of the weights and their gradients are included.
+        to_come: bytes of gradients and optimizer state that the engine has not allocated yet, but
+            will.
     """
 
     parameters: int = 0
@@ -40,12 +42,16 @@ class HostUse:
 
 
 def engine_host_use(model: nn.Module) -> HostUse:
-    """Return the host memory on this rank that ZeRO-Offload or FSDP2's CPUOffloadPolicy uses and is
-    going to use. All numbers are 0 without CPU offloading. The offloader of saved tensors leaves
-    these bytes free.
+    """Return the host memory on this rank that DeepSpeed's ZeRO-Offload or FSDP2's CPUOffloadPolicy
+    uses now and will use. Tensors that streambp moves to the host leave this memory free. All
+    numbers are 0 without CPU offloading.
 
-    DeepSpeed allocates everything when it is initialized. Under FSDP2 gradients are allocated in
-    the first backward, and the optimizer's state in its first step: Adam's two states are assumed.
+    DeepSpeed allocates everything when it is initialized. FSDP2 allocates gradients in the first
+    backward, and the optimizer allocates its state in its first step: Adam's two states are
+    assumed.
+
+    Args:
+        model: the model, with the marks of the engine.
     """
     shards: list[Tensor] = []  # shards that FSDP2 stores on the host
     for module in filter(is_fsdp_unit, model.modules()):

@@ -22,12 +22,15 @@ MAX_CALL_DEPTH = 2  # levels of called functions that are searched, below a modu
 
 
 def names_read(modules: Iterable[nn.Module], hooks: Iterable[Any]) -> set[str]:
-    """Return the attribute names that occur in the code of these modules and hooks, and that the
-    code may therefore read. String constants count as names, because getattr takes strings. Names
-    that every module reads (`ALWAYS_READ_ATTRIBUTES`) are included.
+    """Return the names of the attributes that the code of these modules and hooks may read. An
+    attribute that changes between forward and backward matters only if its name is among these
+    names.
+
+    The names are all attribute names and string constants in the code, because getattr takes
+    strings. `ALWAYS_READ_ATTRIBUTES`, which torch or streambp reads of every module, are added.
 
     Args:
-        modules: modules whose methods, and functions among whose attributes, are searched.
+        modules: modules whose methods are searched, and functions among their attributes.
         hooks: module hooks, searched as well.
     """
     names: set[str] = set(ALWAYS_READ_ATTRIBUTES)
@@ -43,15 +46,15 @@ def names_read(modules: Iterable[nn.Module], hooks: Iterable[Any]) -> set[str]:
 
 
 def _collect(values: Iterable[Any], names_found: set[str], visited: set[int], depth: int) -> None:
-    """Add the attribute names in the code of these functions to `names_found`, and those in the
-    code of functions in their closures and of global functions that they call.
+    """Add the attribute names in the code of some functions to `names_found`. The functions in
+    their closures, and the global functions that they call, are searched too.
 
     Args:
         values: functions, and objects around functions, such as properties, methods and partials;
             all other values are ignored.
         names_found: receives the names.
         visited: ids of the code objects that were searched already.
-        depth: levels of called global functions to search as well.
+        depth: the number of levels of called global functions that are searched.
     """
     for function in (function for value in values for function in _functions(value)):
         if id(function.__code__) in visited:
@@ -79,8 +82,13 @@ def _collect(values: Iterable[Any], names_found: set[str], visited: set[int], de
 
 
 def _functions(value: Any) -> list[FunctionType]:
-    """Return the Python functions that a call of this value runs; for a property, the functions
-    that read and set the attribute. [] for values without such functions."""
+    """Return the Python functions whose code runs if this value is called: the function in a
+    method, a partial or a decorator, or the `__call__` of an object. A property gives the functions
+    that read and set the attribute. [] for values without such functions.
+
+    Args:
+        value: an attribute of a module or class, a hook, or a value in a closure.
+    """
     if isinstance(value, property):
         return [f for part in (value.fget, value.fset) for f in _functions(part)]
     if isinstance(value, staticmethod | classmethod | MethodType):

@@ -18,16 +18,17 @@ Content = dict[Any, Any]
 
 class Holder:
     """A Python object in which code can store values (a dict, a closure's cell, an object with
-    attributes), and a record of its content, from which `restore` resets the object.
+    attributes), and a record of its content. `restore` resets the object to the record, for example
+    after a test run of a layer.
 
     Args:
         owner: the object.
         read: returns the object's current content as a dict.
-        write: sets an entry of the object to a value.
-        delete: removes an entry of the object.
+        write: sets an entry of the object to a value; gets the key and the value.
+        delete: removes an entry of the object; gets the key.
 
     Attributes:
-        content: the content when the holder was made.
+        content: the recorded content, from the time when the `Holder` was made.
     """
 
     def __init__(
@@ -55,8 +56,9 @@ class Holder:
 
 
 class EntryHolder(Holder):
-    """Holder of a list, a deque or a set, with a record of its entries. A list or deque of more
-    than `MAX_RESTORED_LENGTH` entries is restored only by removing appended entries."""
+    """Holder of a list, a deque or a set: records its entries and can restore them. A list or deque
+    of more than `MAX_RESTORED_LENGTH` entries is not restored fully: `restore` only removes
+    appended entries."""
 
     def __init__(self, owner: Any) -> None:
         self.owner = owner
@@ -131,7 +133,8 @@ def parameters_of(module: nn.Module) -> Holder:
 
 
 def value_of_context(variable: contextvars.ContextVar[Any]) -> Holder:
-    """Return a `Holder` that records and restores the value of a context variable."""
+    """Return a `Holder` that records the value of a context variable (contextvars.ContextVar) and
+    can restore it. A variable without a value has no content."""
 
     def read() -> Content:
         value = variable.get(MISSING_ENTRY)

@@ -44,7 +44,8 @@ class HookSnapshot:
     hooks of equal module, kind and name).
 
     Attributes:
-        ids: registration numbers of all hooks.
+        ids: the numbers under which torch registered the hooks. Other numbers show that hooks were
+            added or removed.
         exact: dict from (hook's key, name of a value) to each value in the hook's code and closure.
             The hook acts the same in forward and backward if these values are equal.
         kind: classes and other properties of the same values, without numbers and identities. Test
@@ -61,12 +62,12 @@ class HookSnapshot:
     routing: list[tuple[nn.Module, Callable[..., Any]]] = dataclasses.field(default_factory=list)
 
     def why_whole(self) -> str | None:
-        """Return the reason, as text for `describe`, why the layer must run unchunked. None if the
-        hooks allow chunks.
+        """Return the reason, as text for `describe`, to run the layer on all tokens at once; None
+        if the hooks allow chunks. The reason is a peft hook that passes an argument to modules.
 
-        The reason is a peft hook that passes an argument to modules. aLoRA's offsets are such an
-        argument, and count tokens from the end of the full sequence. Every argument is a reason in
-        grad mode, because peft removes the hooks before backward recomputes the layer in chunks.
+        aLoRA's offsets are such an argument, and count tokens from the end of the full sequence.
+        Every argument is a reason in grad mode: peft removes the hooks after the forward, and
+        backward would recompute the chunks without these hooks.
         """
         names = {name for _, hook in self.routing for name in hook.keywords}  # type: ignore[attr-defined]
         if ALORA_OFFSETS in names:
@@ -87,13 +88,15 @@ class HookSnapshot:
         modifying_hooks: AbstractSet[HookKey],
         ignored: set[tuple[HookKey, str]],
     ) -> list[str]:
-        """Return texts for an error message, one for each change since an earlier snapshot. Only
-        hooks that modify values and backward hooks are compared.
+        """Compare the hooks with an earlier snapshot, and return a text for an error message for
+        each change. Compared are backward hooks and the forward hooks that modify values. All other
+        forward hooks cannot change the layer's result.
 
         Args:
             previous: the hooks in the earlier snapshot.
             modifying_hooks: keys of the forward hooks that modified values in the layer's forward.
-            ignored: (hook's key, name) of the values in hooks that the layer's own forward changes.
+            ignored: (hook's key, name) of the values in hooks that the layer's own forward changes;
+                left out.
         """
         texts = []
         for (key, leaf), exact in previous.exact.items():
@@ -128,9 +131,14 @@ def short_name(hook: Any) -> str:
 
 
 def base_of(leaf: str) -> str:
-    """Return the name of the container of an entry, without the entry's index: "cache" for
-    "cache[3]". A name without index is returned unchanged. If a layer's own forward changes an
-    entry, comparisons of hooks ignore all entries of this container."""
+    """Return the name of a container from the name of one of its entries: "cache" for "cache[3]". A
+    name without index is returned unchanged. If a layer's own forward changes an entry, comparisons
+    of hooks ignore the container.
+
+    Args:
+        leaf: name of a value in a hook: a variable in the hook's closure, or an entry of this
+            variable.
+    """
     return leaf.partition("[")[0]
 
 
@@ -204,12 +212,13 @@ def hooks_of(
 
 @contextlib.contextmanager
 def watch_hooks(hooks: HookSnapshot) -> Iterator[set[HookKey]]:
-    """Context manager that yields a set of hook keys (module name, kind, hook name, number). The
-    set is empty at first, and receives the key of each forward hook or forward pre-hook that
-    modifies its inputs or outputs when it runs.
+    """Context manager that finds the forward hooks and forward pre-hooks that modify values. Yields
+    a set, which is empty at first. The key of each hook that modifies its inputs or outputs is
+    added when the hook runs.
 
     Args:
-        hooks: snapshot of the hooks to watch.
+        hooks: snapshot of the hooks to watch, which defines their keys: (module name, kind, hook
+            name, number).
     """
     modifying_hooks: set[HookKey] = set()
     watched = []
@@ -256,8 +265,8 @@ class _WatchedHook:
 
 
 def unwrap_hook(hook: Any) -> Any:
-    """Return the original hook if this is the wrapper that `watch_hooks` puts around a hook;
-    otherwise the hook itself."""
+    """Return a hook without the wrapper that `watch_hooks` puts around hooks. A hook without this
+    wrapper is returned unchanged."""
     return hook.hook if isinstance(hook, _WatchedHook) else hook
 
 
@@ -270,9 +279,9 @@ def _equal(x: Tensor, y: Tensor) -> bool:
 
 @contextlib.contextmanager
 def routing_hooks(routing: list[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
-    """Context manager that registers peft's hooks of a forward again while backward recomputes the
-    layer. Otherwise modules would miss some arguments, because peft removes these hooks after the
-    forward.
+    """Context manager for the recomputation of a layer in backward, in which peft's hooks of
+    forward are registered again. The hooks pass arguments to modules. peft removes the hooks after
+    the forward, so the recomputed modules would miss these arguments.
 
     Args:
         routing: pairs of a module and its hook (`HookSnapshot.routing`).

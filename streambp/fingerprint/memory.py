@@ -96,9 +96,9 @@ KNOWN_MODULES = frozenset(
 
 
 def is_third_party(function: Any) -> bool:
-    """True if a callable, or the function that it wraps, is code outside of torch, transformers and
-    similar libraries. Such code may store values. A container's method, such as a list's `append`,
-    counts as well."""
+    """True if a callable runs code outside of torch, transformers and similar libraries, itself or
+    in a function that it wraps. Such code may store values. The method of a container, such as a
+    list's `append`, counts as well, because the container stores its argument."""
     while isinstance(function, functools.partial):
         function = function.func
     if isinstance(function, types.BuiltinMethodType) and isinstance(
@@ -112,8 +112,8 @@ def is_third_party(function: Any) -> bool:
 
 
 class ReachableValues:
-    """All values reachable from some objects, such as a layer's hooks, at the time of this object's
-    creation.
+    """All values that code can reach from some objects, such as a layer's hooks, at the creation of
+    this object. Comparing two of these objects shows what a run of a layer has stored.
 
     Args:
         roots: the objects, as (name, object).
@@ -121,7 +121,7 @@ class ReachableValues:
     Attributes:
         values: dict from paths, such as "mlp.kept[3]", to plain values, tensors [...], NumPy arrays
             [...], and lengths of containers.
-        holders: the containers on these paths, each with a copy of its content.
+        holders: the containers on these paths, each with a copy of its content, to restore it.
     """
 
     def __init__(self, roots: Iterable[tuple[str, Any]]) -> None:
@@ -145,13 +145,12 @@ class ReachableValues:
     def changes_since(
         self, previous: ReachableValues, writes: InPlaceWrites | None = None
     ) -> dict[str, Any]:
-        """Return a dict from paths to the values here that differ from those of an earlier
-        `ReachableValues`. A path that existed only in the earlier one has the value
-        `MISSING_ENTRY`.
+        """Return a dict from paths to the values that differ from an earlier `ReachableValues`. The
+        value `MISSING_ENTRY` stands for a path that exists only in the earlier object.
 
         Args:
             previous: the values at the earlier time.
-            writes: the recorded in-place writes; None: writes were not recorded.
+            writes: the in-place writes to tensors since then; None: writes were not recorded.
         """
         changes = {}
         for path, value in self.values.items():
@@ -253,8 +252,13 @@ class ReachableValues:
             self._note(f"{path}[{index}]", number)
 
     def _visit_memory(self, path: str, value: Any) -> None:
-        """Add the bytes of a memoryview, or of a number or array of ctypes, to `values`, and the
-        object to `holders`. Read-only and large memory is left out."""
+        """Add a block of memory to `values` and `holders`: a memoryview, or a number or array of
+        ctypes. Read-only and large blocks are left out.
+
+        Args:
+            path: the object's path.
+            value: the object.
+        """
         if isinstance(value, ctypes.py_object):
             return
         view = memoryview(value)
@@ -411,14 +415,14 @@ class ReachableValues:
         label_of: Callable[[Any], str] = ".{}".format,
         plain: int = sys.maxsize,
     ) -> None:
-        """Add a container to `holders`, and its entries to the objects that are visited.
+        """Record a container in `holders`, and add its entries to the queue of objects to visit.
 
         Args:
             path: the container's path.
             holder: record of the container and of its entries.
             label_of: returns the part of an entry's path that follows the container's path.
-            plain: numbers, strings and other plain values are visited only among this number of
-                entries at the container's end.
+            plain: only the last `plain` entries are visited if their values are numbers, strings or
+                other plain values. All other entries are visited.
         """
         self.holders.append(holder)
         first_plain = len(holder.content) - plain
@@ -429,8 +433,13 @@ class ReachableValues:
 
 
 def stored_attributes(parameter: Tensor) -> Content:
-    """Return the attributes of a parameter that are numbers, tensors [...] or NumPy arrays, by
-    name. Attributes that engines set, with names that begin with "_" or "ds_", are left out."""
+    """Return the attributes that programs have set on a tensor, by name, if the value is a number,
+    a tensor [...] or a NumPy array. An example is a norm. Attributes of engines, with names that
+    begin with "_" or "ds_", are left out.
+
+    Args:
+        parameter: the tensor, as a rule a parameter.
+    """
     return {
         name: value
         for name, value in vars(parameter).items()
@@ -440,9 +449,9 @@ def stored_attributes(parameter: Tensor) -> Content:
 
 
 class InPlaceWrites(TorchDispatchMode):
-    """Torch dispatch mode that records in-place writes to the tensors of a `ReachableValues`, and
-    copies the values before a write so that `restore` can undo it. The mode also holds weak
-    references to the tensors that operations return, for `shapes_outside`."""
+    """Torch dispatch mode that records in-place writes to the tensors of a `ReachableValues`. The
+    values are copied before a write, so that `restore` can undo it. The mode also holds weak
+    references to the results of operations, by which `shapes_outside` finds stored tensors."""
 
     supports_higher_order_operators = True
 
@@ -471,8 +480,12 @@ class InPlaceWrites(TorchDispatchMode):
 
     def shapes_outside(self, memory: ReachableValues) -> str:
         """Return the shapes, as text, of tensors from operations under this mode that are alive and
-        not among the values of `memory`. Return "" if there are none. Some code has stored these
-        tensors in a place that `ReachableValues` does not search."""
+        missing in `memory`. Some code has stored these tensors in a place that `ReachableValues`
+        does not search. "" if there are no such tensors.
+
+        Args:
+            memory: the values that `ReachableValues` finds after the run.
+        """
         tensors = self._alive(memory)
         if tensors:
             del tensors
@@ -494,8 +507,13 @@ class InPlaceWrites(TorchDispatchMode):
         ]
 
     def _note(self, argument: Any) -> None:
-        """Copy the storage of a tensor [...], or of each tensor in a list, before the first
-        in-place write to it. Only tensors of the `ReachableValues` are copied."""
+        """Copy the storage of a tensor before the first in-place write to the tensor. Only tensors
+        of the `ReachableValues` are copied.
+
+        Args:
+            argument: a tensor [...] that an operation is about to write to, or a list of such
+                tensors.
+        """
         for x in argument if isinstance(argument, (list, tuple)) else (argument,):
             storage_key = _storage_key(x)
             if storage_key in self._tensors and storage_key not in self._copies:
@@ -523,9 +541,9 @@ class InPlaceWrites(TorchDispatchMode):
 def undo_changes(
     roots: Iterable[tuple[str, Any]],
 ) -> Iterator[tuple[ReachableValues, InPlaceWrites]]:
-    """Context manager that restores at its end all values reachable from these objects, including
-    tensors with in-place writes. Yields (memory, writes): the values at the start, and the in-place
-    writes recorded since.
+    """Context manager that leaves no trace of the code that runs inside: values reachable from some
+    objects are restored at the end, also the contents of tensors. Yields (memory, writes): the
+    values at the start, and the in-place writes recorded since.
 
     Args:
         roots: the objects, as (name, object).

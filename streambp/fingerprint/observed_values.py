@@ -36,9 +36,9 @@ CALLABLE_TYPES = (types.FunctionType, types.MethodType, functools.partial)
 
 
 class ObjectIdentity:
-    """Value that represents an object in a snapshot. Two values compare equal only if they
-    represent the same object. If the class allows weak references, the snapshot does not keep the
-    object alive."""
+    """Value that stands for an object in a snapshot. Two values are equal only if they stand for
+    the same object, however its content has changed. The snapshot does not keep the object alive,
+    if its class allows weak references."""
 
     def __init__(self, value: Any) -> None:
         self.kind = name_of(type(value)).rpartition(".")[2]
@@ -62,12 +62,12 @@ class ObjectIdentity:
 
 @dataclasses.dataclass(frozen=True)
 class ObservedValue:
-    """A comparable part of a value that a layer's forward may read, such as an entry of a list
-    attribute.
+    """A part of a value that a layer's forward may read, in a form that can be compared with the
+    same part in another snapshot. An example is an entry of a list attribute.
 
     Attributes:
         name: the value's name and the position inside the value, such as "cache[3]".
-        exact: compares equal if a forward would read the same.
+        exact: equal in two snapshots if a forward would read the same value.
         kind: class and other properties of the part, without numbers and identities. Test results
             (if the layer can run in chunks) hold until the repr of `kind` changes.
     """
@@ -85,11 +85,12 @@ def name_of(definition: Any) -> str:
 
 
 def plain_leaf(value: Any, name: str) -> ObservedValue | None:
-    """Return the `ObservedValue` of a None, bool, str, int or float; None for every other value.
+    """Return the comparable form (`ObservedValue`) of a None, bool, str, int or float. None for
+    every other value, which `leaves` splits into parts.
 
     Args:
         value: the value.
-        name: name of the result.
+        name: the value's name.
     """
     value_type = type(value)
     if value is None or value_type is bool or value_type is str:
@@ -100,10 +101,11 @@ def plain_leaf(value: Any, name: str) -> ObservedValue | None:
 
 
 def leaves(value: Any, name: str, depth: int = MAX_NESTING_DEPTH) -> Iterator[ObservedValue]:
-    """Yield the comparable parts of a value: numbers, strings, tensors and objects inside it.
+    """Yield the parts of a value in comparable form (`ObservedValue`): the numbers, strings,
+    tensors and objects inside. Two snapshots of a layer are compared by these parts.
 
     Args:
-        value: the value.
+        value: an attribute of a module, or a hook.
         name: the value's name, with which the names of the parts begin.
         depth: levels of containers, closures and objects to search.
     """
@@ -186,8 +188,8 @@ def contents(value: Any) -> list[tuple[str, Any]] | None:
 
 
 def has_inner_state(value: Any) -> bool:
-    """True if a value may act differently later although it is the same object with the same
-    entries: a function, or an object with attributes."""
+    """True if comparing a value by identity and entries is not enough to see that it has changed.
+    This holds for functions, whose closures may change, and for objects with attributes."""
     if isinstance(value, CALLABLE_TYPES):
         return True
     plain = value is None or isinstance(
@@ -198,6 +200,6 @@ def has_inner_state(value: Any) -> bool:
 
 
 def _is_known_class(cls: type) -> bool:
-    """True if objects of this class need no comparison of their attributes: the class is from a
+    """True if the attributes of objects of this class need not be compared: the class is from a
     library whose objects do not store a program's values."""
     return cls.__module__.partition(".")[0] in OBJECTS_ARE_KNOWN

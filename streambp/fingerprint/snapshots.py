@@ -94,8 +94,8 @@ class ValueList:
         tensor_names: dicts of tensors, each with the names of its compared tensors.
         expected_empty: dicts that had no entries at the time of the snapshot.
         lists: containers whose elements are compared.
-        live: attributes that are compared by their parts, as (path, `__dict__`, name): the parts
-            may change while the attribute stays the same object.
+        live: attributes whose content may change while the attribute stays the same object, as
+            (path, `__dict__`, name). The parts of such an attribute (`leaves`) are compared.
     """
 
     def __init__(self, modules: list[nn.Module]) -> None:
@@ -277,8 +277,8 @@ class LayerSnapshot:
     Attributes:
         body: the modules with their attributes, parameters and buffers.
         hooks: the hooks inside the layer.
-        answers: cached results of functions of the layer, by the function or another key; valid
-            until the layer has a newer snapshot.
+        answers: cache for functions of the layer, such as the list of its Linears: dict from the
+            function, or another key, to its result. A newer snapshot starts with an empty cache.
     """
 
     body: ModuleSnapshot
@@ -371,8 +371,8 @@ class Fingerprint:
     def learn(
         self, layer: nn.Module, previous: LayerSnapshot, versions: list[int] | None = None
     ) -> LayerSnapshot:
-        """Return a snapshot of the layer after its own forward. Values that the forward has
-        changed, such as a counter, are ignored in later comparisons.
+        """Take a snapshot of the layer after its own forward, and return the snapshot. Values that
+        the forward itself has changed, such as a counter, are ignored in all later comparisons.
 
         Args:
             layer: the layer.
@@ -412,8 +412,9 @@ class Fingerprint:
         versions: list[int],
         modifying_hooks: AbstractSet[HookKey],
     ) -> ForwardSnapshot:
-        """Return the snapshot of the layer at the end of a forward, and count the forward as
-        pending. `check` compares the snapshot with the layer in backward.
+        """Return the snapshot of the layer at the end of a forward, which `check` compares with the
+        layer in backward. Increase `pending`, the number of forwards whose backward has not run
+        yet.
 
         Args:
             layer: the layer.
@@ -518,7 +519,8 @@ def change_error(layer: nn.Module, changes: str) -> BackwardError:
 
 
 def versions_of(snapshot: LayerSnapshot) -> list[int]:
-    """Return the current version counters of the snapshot's tensors."""
+    """Return the current version counters of the snapshot's tensors. A counter that is larger later
+    shows that the tensor was written to."""
     return list(map(GET_VERSION, snapshot.body.tensors))
 
 
