@@ -208,9 +208,9 @@ def _test_call(call: LayerCall, rows: PackedRows | None) -> LayerCall | CallRepo
     """Test the layer for a call that no earlier test covers. Return the call if it can run in
     chunks, or a report with the reason for an unchunked run.
 
-    Returns None if kernels of the layer ignore or misread the arguments that mark documents. The
-    layer's `tests.kernels_take_documents` is then False, and the caller must create the call again
-    without these arguments.
+    Returns None if kernels of the layer ignore or misread the boundaries of packed documents in the
+    arguments. The layer's `tests.kernels_take_documents` is then False, and the caller must create
+    the call again without these arguments.
 
     Args:
         call: the call, not yet run.
@@ -305,8 +305,8 @@ def _progress_text(layer_state: LayerState) -> str:
 
 def _run_tests(call: LayerCall) -> tuple[Exception | None, Verdict]:
     """Run the three tests of a layer on a few random tokens. The tests find values that third-party
-    code stores, tensors that the layer overwrites in place, and results that differ between chunks
-    and the full sequence.
+    code stores, in-place writes of the layer, and differences between the results of chunks and of
+    the full sequence.
 
     Returns:
         A pair (exception, decision). The exception is that of the layer in the test for in-place

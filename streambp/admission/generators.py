@@ -65,8 +65,12 @@ def generator_states(generators: Sequence[Generator]) -> list[Any]:
 
 
 def set_generators(generators: Sequence[Generator], states: Sequence[Any]) -> None:
-    """Set each of `generators` to the state in `states` at the same place, as `generator_states`
-    returned them."""
+    """Set random generators back to earlier states, so that they draw the same numbers again.
+
+    Args:
+        generators: the generators.
+        states: the states, in the same order, as returned by `generator_states`.
+    """
     for generator, state in zip(generators, states, strict=True):
         if isinstance(generator, random.Random):
             generator.setstate(state)
@@ -104,8 +108,9 @@ def keep_generator_states(generators: Sequence[Generator]) -> Iterator[None]:
 
 
 def generators_inside(module: nn.Module) -> tuple[Generator, ...]:
-    """Return the random generators that a module holds, and Python's and NumPy's default
-    generators. Torch's default generators are not among them."""
+    """Return the random generators among a module's attributes, and the default generators of
+    Python's `random` and of NumPy. A test run restores their states. Torch's default generators are
+    restored elsewhere."""
     return (*ModuleSnapshot(module, set()).generators, *GLOBAL_GENERATORS)
 
 

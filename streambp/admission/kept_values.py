@@ -236,16 +236,16 @@ def restore_after(find: Callable[..., T]) -> Callable[..., T]:
 
 
 def refuse_chunk_values(forward: Callable[[LayerCall, bool], T]) -> Callable[[LayerCall, bool], T]:
-    """Wrap `forward`, the function that runs a layer in chunks. The wrapper raises StreamBPError if
-    third-party code stored a tensor with one entry for each token of a chunk. Unchunked, the tensor
-    would have one entry for each token of the sequence.
+    """Wrap the function that runs a layer in chunks, so that it raises StreamBPError if third-party
+    code has stored a tensor of a single chunk. Such a tensor has an entry for each token of the
+    chunk. The unpatched model would store an entry for each token of the sequence.
 
     The layer's earlier test on random tokens may miss such code. Examples are a hook registered
     after `warm_up`, code for longer sequences only, and code behind a flag that the layer's
     snapshots do not contain.
 
     Args:
-        forward: function of a call and a flag, True if tensors must be saved for backward.
+        forward: the function: gets a call and a flag, True if tensors must be saved for backward.
     """
 
     def run(call: LayerCall, keep: bool) -> T:
@@ -595,11 +595,12 @@ class _StoredValuesTrial:
                 self._recompute(chunk, states, prefix)
 
     def _recompute(self, chunk: Chunk, states: States | None, prefix: Prefix) -> None:
-        """Recompute one chunk with a graph, and differentiate it. Called from the last chunk to the
-        first, as in a step's backward.
+        """Recompute one chunk with a graph, and differentiate it, as a training step's backward
+        does. Third-party code may store values in this pass too. Called from the last chunk to the
+        first.
 
         Args:
-            chunk: the chunk.
+            chunk: the chunk's range of positions.
             states: the recurrent states at the chunk's start; None: the layer gets no cache.
             prefix: keys and values of all chunks, from the forward.
         """

@@ -314,8 +314,8 @@ def compare_with_unpatched(
 
 
 def small_parameters(parameters: list[Tensor]) -> list[Tensor]:
-    """Return the parameters [...] whose gradients a test compares: the smallest ones, with at most
-    `MAX_COMPARED_ELEMENTS` elements together."""
+    """Return the parameters [...] whose gradients a test compares: the smallest ones, up to
+    `MAX_COMPARED_ELEMENTS` elements altogether."""
     smallest, total = [], 0
     for parameter in sorted(parameters, key=Tensor.numel):
         total += parameter.numel()
@@ -348,8 +348,9 @@ def zeros_for_missing(gradients: Sequence[Tensor | None], leaves: list[Tensor]) 
 
 
 def _comparison_implementation(config: PreTrainedConfig) -> str:
-    """Return the attention implementation for the unpatched layer's run: "sdpa" if the config asks
-    for torch's SDPA or for nothing, and DeepSpeed Ulysses has not replaced it; otherwise "eager".
-    """
+    """Return the name of the attention implementation for a run of the unpatched layer, "sdpa" or
+    "eager". The result is "sdpa" if the config names SDPA or no implementation, unless DeepSpeed
+    Ulysses has replaced SDPA. All other implementations may not accept a few test tokens, so eager
+    attention runs in their place."""
     name = own_implementation(config) or "sdpa"
     return name if name in ("sdpa", EAGER) and find_ulysses(name) is None else EAGER

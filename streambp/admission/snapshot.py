@@ -580,12 +580,12 @@ def is_foreign(code: Any) -> bool:
 
 
 class StateRestorer:
-    """Context manager that restores the Python state of a module and its code at the end of a test.
-    The state consists of attributes, containers, closures and values of tensors.
-    [Note: a trial leaves nothing]
+    """Context manager around a test of a module. The end of the context restores the Python state
+    of the module and of the code that it runs: attributes, containers, closures and values of
+    tensors. [Note: a trial leaves nothing]
 
-    Methods restore the state between two runs of the module in the test, and find the values that a
-    run has changed.
+    Between two runs of the module in the test, methods restore this state, and find the values that
+    a run has changed.
 
     Args:
         module: the module.
@@ -631,8 +631,8 @@ class StateRestorer:
         self._put_back()
 
     def _put_back(self) -> None:
-        """Restore large tensors that were written to: they get their values from the start of the
-        test."""
+        """Restore the large tensors that a run of the module has written to. `CopyOnWrite` has
+        copied their values before the first write."""
         if self._writes is not None:
             for values in changed_values(self._writes.copies):
                 restore_values(values)

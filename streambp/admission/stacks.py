@@ -173,8 +173,8 @@ def _choose_bidirectional(
     and a text "class: reason" for each bidirectional stack that may not.
 
     If the model has no causal stack, stacks that read token ids run in chunks. If the model has
-    one, only encoders with T5's bias run in chunks: unpatched, they would save attention weights
-    for each pair of tokens. All other bidirectional stacks depend on `towers`.
+    one, only encoders with T5's bias run in chunks, because unpatched these would save attention
+    weights for each pair of tokens. All other bidirectional stacks depend on `towers`.
 
     Args:
         bidirectional: the stacks whose layers have bidirectional self-attention.
@@ -337,8 +337,9 @@ def replaced_attention(layer: nn.Module) -> str | None:
 
 
 def states_argument(layer: nn.Module) -> str | None:
-    """Return the name of the argument for a layer's recurrent states, or for the cache that holds
-    the states. None if the layer has no states, or overwrites its states in place."""
+    """Return the name of the argument through which a layer gets its recurrent states, or the cache
+    that holds the states. Chunks pass states on through this argument. None if the layer has no
+    states, or writes to its states in place, so that no gradient would pass through the states."""
     if any(set(STATE_PROTOCOL) & set(_names_in_forward(module)) for module in layer.modules()):
         return next(iter(cache_arguments(layer)), None)
     # A module must not assign to items if it uses the states by the same name.
@@ -355,8 +356,8 @@ def states_argument(layer: nn.Module) -> str | None:
 
 def kind_of(layer: nn.Module, tower: bool = False) -> LayerKind:
     """Return the objects that pass keys, values and recurrent states of a layer from chunk to chunk
-    (`LayerKind`). The code of the forwards inside the layer decides between the objects.
-    [Note: carriers]
+    (`LayerKind`). The classes of these objects are chosen by the code of the layer and of the
+    modules inside. [Note: carriers]
 
     Args:
         layer: the decoder layer.
@@ -393,16 +394,19 @@ def kind_of(layer: nn.Module, tower: bool = False) -> LayerKind:
 
 
 def shares_through_cache(backbone: PreTrainedModel) -> bool:
-    """True if later layers read the keys and values of earlier layers from the cache, as in Gemma
-    3n and 4 of transformers 5.5. A call without a cache then computes something else."""
+    """True if later layers of the model read the keys and values of earlier layers from the cache,
+    as in Gemma 3n and 4 of transformers 5.5. Without a cache, the later layers compute other keys
+    and values."""
     if not getattr(backbone.config, SHARED_LAYER_COUNT, 0):
         return False
     return any(SHARED_LAYERS in _names_in_forward(module) for module in backbone.modules())
 
 
 def position_cache(layer: nn.Module) -> str:
-    """Return the name of the cache argument, if a module inside the layer asks the cache for the
-    number of earlier tokens; "" if none does. Such a module would count from 0 in every chunk."""
+    """Return the name of the cache argument if a module inside the layer asks the cache for the
+    number of earlier tokens, else "". A chunk gets another cache in this argument, which returns
+    the number of tokens before the chunk. Otherwise the module would count from 0 in every chunk.
+    """
     asking = (
         module for module in layer.modules() if not getattr(module, "is_cross_attention", False)
     )
@@ -594,15 +598,16 @@ def _reads_ahead(layers: tuple[nn.Module, ...]) -> bool:
 
 
 def _reads_text(backbone: PreTrainedModel) -> bool:
-    """True if a stack's model gets token ids, and no pixels or audio. A bidirectional stack is
-    chunked only then, and only in a model without causal stacks."""
+    """True if a stack's model gets token ids, and no pixels or audio. A bidirectional stack of this
+    kind runs in chunks if the model has no causal stack."""
     # Parts of older vision models have the main_input_name of text.
     return backbone.main_input_name == "input_ids" and not is_tower(backbone)
 
 
 def is_tower(backbone: PreTrainedModel) -> bool:
-    """True if a stack's model computes pixels, audio or their embeddings: its forward has no
-    argument input_ids. Such a model passes no attention_mask if all keys exist."""
+    """True if a model is a vision or audio tower: its forward has no argument input_ids, so it
+    computes pixels, audio or their embeddings. The layers of such a model get no attention_mask if
+    there is no padding."""
     return not _takes_argument(backbone, "input_ids")
 
 
@@ -655,8 +660,13 @@ def _is_decoder(backbone: PreTrainedModel) -> bool:
 
 
 def _computes_biases(backbone: PreTrainedModel, layers: tuple[nn.Module, ...]) -> bool:
-    """True if a stack's layers add T5's bias, and compute the bias from a table of their own. False
-    if the stack computes a bias outside of its layers (UDOP)."""
+    """True if the layers of a stack add T5's bias and compute the bias themselves, from a table in
+    one of their attention modules. False if the stack computes a bias outside of its layers (UDOP).
+
+    Args:
+        backbone: the model that runs the layers.
+        layers: the layers of the stack.
+    """
     inside = [module for layer in layers for module in layer.modules()]
     for module in backbone.modules():
         if hasattr(module, BIAS_TABLE) and module not in inside:

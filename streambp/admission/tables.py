@@ -245,8 +245,13 @@ def _refill_slots(holder: Any, content: dict[str, Any]) -> None:
 
 
 def read_globals(names: tuple[str, ...], holder: dict[str, Any]) -> dict[str, Any]:
-    """Return a dict of the globals in `names` that exist in the dict `holder`. A snapshot saves
-    their values before a test run of a layer."""
+    """Return those globals of a Python module whose names are in `names`, as a dict. A snapshot
+    saves the globals that a function's code names, to restore them after a test run of a layer.
+
+    Args:
+        names: names in the function's code; some may not be globals.
+        holder: the Python module's dict of globals.
+    """
     return {name: holder[name] for name in names if name in holder}
 
 

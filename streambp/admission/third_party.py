@@ -265,8 +265,9 @@ MAX_NAMED_HOOKS = 3  # hooks in a message
 
 
 def foreign_parts(layer: nn.Module, previous: Callable[..., Any] | None = None) -> list[str]:
-    """Return the names of third-party code inside a layer: modules, and forwards set on modules. A
-    layer with such code is tested at its call's full length.
+    """Return the names of third-party code inside a layer: modules, and forwards that were set on a
+    module object. A layer with such code is tested at the full length of its calls, because the
+    code may depend on positions.
 
     Args:
         layer: the decoder layer.
@@ -309,8 +310,9 @@ def foreign_experts(layer: nn.Module) -> list[str]:
 
 
 def _is_harmless(forward: Any) -> bool:
-    """True if the forward is from a library (torch, transformers, peft and others) whose modules
-    compute every token alike. Such a forward does not count as third-party code."""
+    """True if the forward is from a library whose modules treat each token alike, wherever it is in
+    the sequence (torch, transformers, peft and others). Such a forward needs no test as third-party
+    code."""
     return package_of(forward) in MODULES_ARE_HARMLESS
 
 

@@ -295,12 +295,13 @@ class _RecordingAttention(PrefixChunkAttention):
 
 
 def _find_writes(call: LayerCall, x: Tensor, chunks: tuple[Chunk, ...]) -> OverwrittenTensors:
-    """Return the tensors that the layer's forward over x [..., B, T, h] overwrites in place,
-    together with those of earlier test runs.
+    """Run the layer on random tokens, and return the tensors that its forward overwrites in place:
+    outputs of Linears, attention's output, or its inputs. Tensors that earlier test runs found are
+    included.
 
     Args:
         call: the layer's call on one batch, with its arguments and chunks.
-        x: random tokens.
+        x: random tokens, [..., B, T, h].
         chunks: the chunks to run.
     """
     linears, overwritten = call.layer_state.linears, call.layer_state.tests.overwritten
@@ -421,14 +422,15 @@ class Trial:
         return results
 
     def refill(self, calls: int, starts: list[States], names: LinearNames) -> list[Tensor]:
-        """Return K [B, t, H_kv, D] and V of each attention call, in the order of
-        `RecomputedResults.kv`, recomputed without the outputs of some Linears. Backward recomputes
-        K and V this way if forward has not saved them.
+        """Recompute K [B, t, H_kv, D] and V of each attention call while some Linears skip their
+        outputs, and return K and V in the order of `RecomputedResults.kv`. Backward recomputes K
+        and V this way if forward has not saved them. If they are right, no code reads the skipped
+        outputs.
 
         Args:
             calls: the number of attention calls.
             starts: the recurrent start states of each chunk.
-            names: the Linears to skip.
+            names: the Linears that return NaN instead of their output.
         """
         prefix, start_states = causal_prefix(self.call, self.chunks[-1].stop), iter(starts)
         prefix.calls, chunks = calls, self.chunks[: len(starts)]

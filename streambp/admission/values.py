@@ -83,8 +83,9 @@ def restore_values(values: SavedValues) -> None:
 
 
 class CopyOnWrite(TorchDispatchMode):
-    """Torch dispatch mode that copies a tensor's values before the first operation that writes to
-    it in place.
+    """Torch dispatch mode for a test run of a module, to restore large tensors afterwards. A
+    tensor's values are copied before the first operation that writes to the tensor in place.
+    Tensors that no operation writes to are never copied.
 
     Args:
         tensors: the tensors, as (name, tensor).
@@ -161,9 +162,9 @@ def changed_values(snapshots: Iterable[SavedValues]) -> list[SavedValues]:
 
 
 def content_of(numbers: Any) -> tuple[bytes | str, int]:
-    """Return the content of an array, a block of memory or a file in memory, to compare it with its
-    copy. The result is a pair: the bytes or text, and the current position in a file (0 for other
-    values)."""
+    """Return the numbers or text in an array, a block of memory or a file in memory, for a
+    comparison with an earlier copy. The result is a pair: the bytes or text, and the current
+    position in a file (0 for other values)."""
     if isinstance(numbers, MEMORY_FILE_TYPES):
         return numbers.getvalue(), numbers.tell()
     if isinstance(numbers, np.ndarray | array.array):

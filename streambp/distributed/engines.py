@@ -136,9 +136,8 @@ FSDP2 = "FSDP2"
 
 
 class EngineOwnership(NamedTuple):
-    """Two flags: whether an engine gathers a module's weights, and whether the engine waits for
-    each of the module's gradients. An engine is code that owns parameters across ranks: DDP, ZeRO
-    or FSDP2.
+    """Two facts about the engine of a module, by which streambp decides how the module may run. An
+    engine is code that owns parameters across ranks: DDP, DeepSpeed's ZeRO or FSDP2.
 
     Attributes:
         weights: True under ZeRO-3 and FSDP2, which gather full parameters on a rank only while a
@@ -228,8 +227,9 @@ def contents_of(module: nn.Module) -> tuple[list[nn.Module], list[nn.Parameter]]
 
 
 def engine_ownership(module: nn.Module) -> EngineOwnership:
-    """Return two flags (`EngineOwnership`) for a module with all inner modules: whether ZeRO-3 or
-    FSDP2 partitions their weights, and whether an engine waits for each of their gradients."""
+    """Return how an engine owns the parameters of a module and all inner modules, as two flags
+    (`EngineOwnership`). The first is True if ZeRO-3 or FSDP2 partitions parameters. The second is
+    True if ZeRO or FSDP2 waits for the gradient of each parameter."""
     modules, parameters = contents_of(module)
     one_of_each_class = dict(zip(map(type, modules), modules, strict=True))
     weights = any(map(is_fsdp_unit, one_of_each_class.values()))
@@ -336,9 +336,9 @@ class JoinGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return the gradients of the views [...] as gradients of hidden_states and of the
-        parameters. If the loss does not depend on a parameter, its gradient is zeros if DeepSpeed
-        waits for the gradient, else None.
+        """Return the incoming gradients [...] unchanged, as the gradients of hidden_states and of
+        the parameters. A parameter on which the loss does not depend gets zeros if DeepSpeed waits
+        for its gradient, else None.
 
         Args:
             grad: gradient of hidden_states [..., B, T, h]; None: there is none.
@@ -352,12 +352,9 @@ class JoinGradients(torch.autograd.Function):
 
 
 def drops_masks(hook: Callable[..., Any]) -> bool:
-    """True if this is the hook that accelerate registers on attention modules under context
-    parallelism.
-
-    The hook replaces the mask by None, because torch's ring attention supports causal masks alone.
-    Streamed layers use the model's own mask.
-    """
+    """True if this is the hook by which accelerate replaces the attention mask by None. Under
+    context parallelism, attention modules have this hook, because torch's ring attention supports
+    causal masks alone. The hook is disabled in streamed layers, which use the model's own mask."""
     return getattr(hook, "__qualname__", "").startswith(f"{MASK_DROPPING_HOOKS}.")
 
 

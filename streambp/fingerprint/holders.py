@@ -73,8 +73,9 @@ class EntryHolder(Holder):
         self.content = {start + index: value for index, value in enumerate(tail)}
 
     def restore(self) -> None:
-        """Set the container's entries to the recorded entries. A long list is cut to its recorded
-        length instead, and the remaining entries stay."""
+        """Set the container's entries to the recorded entries. A list or deque of more than
+        `MAX_RESTORED_LENGTH` entries is only cut to its recorded length, because not all of its
+        entries were recorded."""
         if not self.short:
             while len(self.owner) > self.length:
                 self.owner.pop()
@@ -177,8 +178,9 @@ def attributes_of_class(owner: type) -> Holder:
 
 
 def slots_of_class(base: type) -> list[str]:
-    """Return the names in a class's own `__slots__`, whose values are in no object's `__dict__`.
-    Names that begin with two underscores are left out."""
+    """Return the names of the attributes that a class stores in slots (`__slots__`), without those
+    of its bases. Such attributes are missing in an object's `__dict__`. Names that begin with two
+    underscores are left out."""
     slots = vars(base).get("__slots__", ())
     names = (slots,) if isinstance(slots, str) else slots
     return [name for name in names if not name.startswith("__")]

@@ -497,8 +497,8 @@ class InPlaceWrites(TorchDispatchMode):
         return ", ".join(sorted(str(tuple(x.shape)) for x in self._alive(memory)))
 
     def _alive(self, memory: ReachableValues) -> list[Tensor]:
-        """Return the tensors [...] from operations under this mode that are alive and not among the
-        values of `memory`."""
+        """Return the tensors [...] that were made by operations under this mode, are still alive,
+        and are not among the values of `memory`."""
         value_ids = {id(value) for value in memory.values.values()}
         return [
             x
@@ -587,8 +587,9 @@ def _is_known_module(module: types.ModuleType) -> bool:
 
 
 def _storage_key(x: Any) -> Any:
-    """Return a number that identifies a tensor's [...] storage; None for meta and sparse tensors
-    and for tensor subclasses."""
+    """Return a number that identifies a tensor's [...] storage, the same for all views of the
+    tensor. None for meta and sparse tensors, and for tensor subclasses: writes to these are not
+    recorded."""
     if (
         type(x) not in (Tensor, nn.Parameter)
         or x.layout != torch.strided

@@ -174,8 +174,9 @@ def version_of(tensor: Tensor) -> int | None:
 
 
 def contents(value: Any) -> list[tuple[str, Any]] | None:
-    """Return a list of (label, entry) for a container of at most `MAX_COMPARED_ENTRIES` entries,
-    with labels such as "[3]". None for larger containers and all other values."""
+    """Return the entries of a container as (label, entry), with labels such as "[3]". Snapshots
+    compare each entry. None for containers of more than `MAX_COMPARED_ENTRIES` entries, and for all
+    values that are no container."""
     if isinstance(value, Mapping) and len(value) <= MAX_COMPARED_ENTRIES:
         return [
             (f"[{key!r}]" if isinstance(key, str | int) else "[...]", part)

@@ -112,7 +112,8 @@ class ValueList:
 
     def read(self) -> list[Any]:
         """Return the present values of the modules' attributes as one flat list, with id() in place
-        of a tensor. Two lists are equal if nothing was replaced in between."""
+        of a tensor. If two lists are equal, no attribute was replaced in between, but tensors may
+        have been written to in place."""
         current: list[Any] = list(map(len, self.dicts))
         extend = current.extend
         for getter, values in self.getters:
@@ -322,8 +323,8 @@ class Fingerprint:
     Attributes:
         last: the latest snapshot.
         pending: number of forwards whose backward has not run yet.
-        in_cycles: True if autograd graphs of the layer are in reference cycles of torch, which only
-            garbage collection frees. Backward then does not check if other code holds a graph.
+        in_cycles: True if autograd graphs of the layer are in reference cycles, so that only
+            garbage collection frees them. Backward then does not check if other code holds a graph.
         stored_paths: paths of values that third-party code inside the layer stored in a test run of
             the layer, for example "mlp.kept[3]". [Note: kept values]
     """
@@ -525,7 +526,8 @@ def versions_of(snapshot: LayerSnapshot) -> list[int]:
 
 
 def _differing_keys(old: dict[Any, Any], new: dict[Any, Any]) -> set[Any]:
-    """Return the keys whose values differ between two dicts or are missing in either."""
+    """Return the keys under which two dicts have different values, and the keys that only one of
+    them has."""
     no_value = object()
     pairs = ((key, old_value, new.get(key, no_value)) for key, old_value in old.items())
     return {

@@ -439,9 +439,13 @@ class AdaptedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of `forward`'s arguments for the output's gradient `grad`
-        [..., out]: None for `work`, then for x [..., in], weight [out, in], bias [out] and each
-        adapter's tensors. The weight's is None if `work.add` has summed it."""
+        """Return the gradients of `forward`'s arguments in their order: None for `work`, then for x
+        [..., in], weight [out, in], bias [out] and each adapter's tensors. The gradient of weight
+        is None if `work.add` has already added the gradient to the sum over chunks.
+
+        Args:
+            grad: gradient of the output, [..., out].
+        """
         with without_autocast(grad.device.type):
             return _backward(ctx, grad)
 

@@ -576,9 +576,10 @@ class Siblings:
 
     Attributes:
         members: the `Adaptation` of each Linear.
-        record: tuple of the x as passed to the member that was called first, a pair (version of
-            this x, grad mode), the products x A^T of all members, x in the compute dtype, and the
-            indices of the members that were called. None: no member has been called, or all have.
+        record: values of the first member's call that the next members reuse. None: no member has
+            been called, or all have. The tuple contains x as the first member got it, and a pair
+            (version counter of x, grad mode). The products x A^T of all members follow, x in the
+            compute dtype, and the indices of the members that were called.
         joined: pair of the list of the members' A matrices, and these matrices concatenated by
             `join_factors`; None: not computed.
     """

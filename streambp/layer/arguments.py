@@ -243,7 +243,7 @@ class Arguments:
         counts tokens.
 
         Args:
-            chunk: the chunk.
+            chunk: the chunk's range of positions.
             flags: one flag for each entry of `differentiable`: the leaf's requires_grad, True if
                 backward needs the argument's gradient.
         """
@@ -278,7 +278,7 @@ class Arguments:
         dimension of tokens [..., T, ...] are sliced to [..., C, ...].
 
         Args:
-            chunk: the chunk.
+            chunk: the chunk's range of positions.
             leaves: this chunk's result of the method `leaves`; None: the same values without a
                 gradient.
 

@@ -511,7 +511,7 @@ class LayerCall:
         values with the recorded ones. [Note: witness]
 
         Args:
-            chunk: the chunk.
+            chunk: the chunk's range of positions.
             in_backward: True in backward: compare.
             half_name: name of the half, for a layer that is split at its attention; empty: the full
                 layer.

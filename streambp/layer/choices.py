@@ -74,9 +74,9 @@ class ReplayedChoices(TorchFunctionMode):
             yield
 
     def rearrange(self, change: Callable[[Tensor], Tensor]) -> ReplayedChoices:
-        """Return a copy of the recorded choices for another batch, which has the same tokens in
-        other rows and positions. A test compares separate rows with one packed row, whose routers
-        replay this copy.
+        """Return a copy of the recorded choices for a batch with the same tokens at other places. A
+        test compares a run with one document in each row to a run with all documents in one packed
+        row. The routers of the second run replay this copy.
 
         Args:
             change: moves the entries of a recorded tensor [B, T, ...] to their new rows and

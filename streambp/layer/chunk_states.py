@@ -55,7 +55,7 @@ class CrossChunkState:
         Args:
             plan: the chunks. If the documents of a packed row share prefixes, several chunks may
                 follow the same one.
-            chunk: the chunk.
+            chunk: the chunk's range of positions.
         """
         if not self.states:
             return {}
@@ -74,7 +74,7 @@ class CrossChunkState:
 
         Args:
             plan: the chunks, with each chunk's predecessor.
-            chunk: the chunk.
+            chunk: the chunk's range of positions.
             grads: gradients of the chunk's start states, by `StateKey`; {}: nothing is added.
         """
         predecessor = plan.predecessors[chunk.index] if grads else None

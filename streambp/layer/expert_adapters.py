@@ -548,7 +548,8 @@ def _why_not(module: Any, names: list[str]) -> str | None:
 
 @dataclasses.dataclass(eq=False)
 class PlainWeight:
-    """A parameter of experts, and the means to let the experts read another tensor in its place.
+    """A parameter of experts, and a context manager by which the experts read another tensor in its
+    place. `PackedWeight` has the same methods for weights in 4 bits.
 
     Attributes:
         module: the experts.
@@ -588,8 +589,8 @@ class PlainWeight:
 
 def stored_weight(module: Any) -> PlainWeight | PackedWeight | None:
     """Return the weight of experts that peft's module adapts: a parameter, or a weight in 4 bits.
-    None for other parametrized weights, and for a weight that is hidden by an instance attribute of
-    the same name.
+    None for other parametrized weights. Also None if the experts' module has an attribute of the
+    weight's name, because the experts would read this attribute.
 
     Args:
         module: peft's module around the experts.

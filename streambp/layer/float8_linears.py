@@ -180,9 +180,9 @@ class CastOnce:
 
 
 def float8_linears(layer: nn.Module) -> list[CastOnce]:
-    """Return replacements for the forwards of a layer's float8 Linears. A Linear is left out if it
-    is compiled, if `forward` was set on the object, or if torchao's code is another one than
-    expected."""
+    """Return one replacement of the forward for each float8 Linear of a layer, which casts the
+    weight once for all chunks. Compiled Linears are left out, and Linears with a `forward` set on
+    the object. So are all Linears if torchao's code does not cast as expected."""
     linears: dict[Any, list[nn.Linear]] = {}  # by forward
     for module in layer.modules():
         if is_float8(module) and isinstance(vars(module).get(FORWARD), CastOnce | None):
@@ -204,8 +204,13 @@ def float8_linears(layer: nn.Module) -> list[CastOnce]:
 
 
 def _casts_by_name(forward: Any) -> bool:
-    """True if a float8 Linear's forward calls torchao's autograd Function by its global name, and
-    this Function's code calls torchao's cast by its name."""
+    """True if the cast in a float8 Linear's forward can be replaced in a copy of the code. The
+    forward must call torchao's autograd Function by its global name, and this Function's code must
+    call torchao's cast by its name.
+
+    Args:
+        forward: the forward of torchao's class.
+    """
     function = undecorate(forward)
     if not isinstance(function, FunctionType) or FLOAT8_PRODUCT not in function.__code__.co_names:
         return False

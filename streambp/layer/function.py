@@ -216,8 +216,8 @@ def _forward_chunk(
 
 
 def outputs_of(call: LayerCall, outputs: FullOutputs) -> tuple[Tensor, ...]:
-    """Return the layer's outputs as a tuple: hidden_states [..., B, T, h], then the others. Store
-    the order of the others in `call.form.extras`.
+    """Return the layer's outputs as a tuple: hidden_states [..., B, T, h], then all other outputs,
+    such as router logits. Store the order of the other outputs in `call.form.extras`.
 
     Args:
         call: the layer call.

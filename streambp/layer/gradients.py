@@ -150,17 +150,18 @@ class GraphMarker:
 
 
 class MarkGraphStart(torch.autograd.Function):
-    """Autograd Function that returns its input, and becomes the node at a layer's input. The node
-    references a `GraphMarker`: while the marker is alive, some code holds a part of the layer's
-    graph."""
+    """Autograd Function that returns its input, and becomes the first node of a layer's autograd
+    graph. The node references a `GraphMarker`. While this object is alive, some code holds a part
+    of the graph."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, origin: GraphMarker, may_be_written: bool) -> Tensor:
-        """Return x [..., B, C, h] as a view, or as a copy if the layer may write to it.
+        """Return x, on which the layer then runs, as the output of this Function's node. The node
+        references `origin`, and thereby keeps this object alive with the graph.
 
         Args:
             x: the layer's input, [..., B, C, h].
-            origin: the marker that the graph's first node references.
+            origin: the `GraphMarker` of the layer's graph.
             may_be_written: True: the layer may write to x in place, so return a copy; False: return
                 a view.
         """
@@ -353,10 +354,13 @@ def find_other_leaf(outputs: Iterable[Tensor], differentiated: Iterable[Tensor])
 
 
 def dependence_message(leaf: Tensor) -> str:
-    """Return text on a layer whose output depends on `leaf` [...], neither a parameter nor an
-    argument of the layer. The text is for an error, or is the reason to run unchunked, because
-    chunks would lose the gradient of `leaf`. The text includes a remedy if `leaf` is FSDP1's flat
-    parameter."""
+    """Return text for an error or for `describe`: the layer's output depends on a tensor that is
+    neither a parameter nor an argument of the layer. Chunks would lose the gradient of this tensor.
+    If the tensor is FSDP1's flat parameter, the text includes a remedy.
+
+    Args:
+        leaf: the tensor [...], a leaf of the output's autograd graph.
+    """
     flat = (
         ": FSDP1 keeps the layer's parameters in it. Use FSDP2 (fully_shard; fsdp_version: 2 in "
         "accelerate's config), DeepSpeed ZeRO or DDP."

@@ -289,9 +289,9 @@ class LayerTests:
                 findings.is_tested = False
 
     def covers(self, findings: TrialResult, plan: ChunkPlan) -> bool:
-        """True if the stored test results suffice for a call's length. This holds for a call of one
-        chunk, and for a layer without third-party modules. Calls of other layers must have been
-        tested at this length or a longer one, with this chunk size. [Note: foreign insides]
+        """True if a call needs no further test of the layer at its length. This holds for a call of
+        one chunk, and for a layer without third-party modules. A layer with such modules must have
+        been tested at this length or more, with this chunk size. [Note: foreign insides]
 
         Args:
             findings: test results for calls of this kind.

@@ -89,12 +89,13 @@ def packed_kinds() -> tuple[Any, ...]:
 
 @dataclasses.dataclass(eq=False)
 class PackedWeight:
-    """A 4-bit weight of experts, in the place of which the experts can read another tensor.
+    """A 4-bit weight of experts, and a context manager by which the experts read another tensor in
+    its place.
 
     Attributes:
         module: the experts.
         name: name of the weight in `module`.
-        weights: the weight's parametrization.
+        weights: the weight's parametrization, which decodes the stored bytes.
     """
 
     module: nn.Module

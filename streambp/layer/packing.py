@@ -67,7 +67,7 @@ class Packing:
 
         Args:
             chunk_arguments: the chunk's arguments, by name; not changed.
-            chunk: the chunk.
+            chunk: the chunk's range of positions.
             cache: contains the states that the chunk starts from, and collects its end states;
                 None: the layer gets no cache, and starts without states.
         """

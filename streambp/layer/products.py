@@ -400,9 +400,10 @@ def _product(
 
     Args:
         module: the Linear, or a LoRA Linear.
-        value: the saved output [..., out]. None: compute the output. A slice, if no code reads the
-            output: compute only these rows, to compare them with forward; all other rows are NaN.
-            `UNREAD_OUTPUT` is the empty slice.
+        value: None: compute the output. A tensor [..., out]: the output that forward has saved;
+            return a view of it. A slice: no code reads the output, so compute only these rows,
+            which are compared with forward; all other rows are NaN. `UNREAD_OUTPUT`, the empty
+            slice: compute no row.
         add: callback for backward: gets two matrices [out, n] and [n, in], and adds their product
             to the sum of the weight's gradient over chunks. None: autograd returns the gradient.
         cast: function of a dtype that returns the weight in this dtype, cast once for all chunks;

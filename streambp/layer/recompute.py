@@ -238,8 +238,9 @@ class Parameters:
         return renewed
 
     def current(self) -> list[Tensor]:
-        """Return the tensors [...] that are now in the parameters' slots, one for each distinct
-        parameter, in the order of `names`."""
+        """Return the present parameters [...] of the modules, each distinct parameter once, in the
+        order of `names`. An engine or streambp may have replaced the parameters since the list of
+        names was made."""
         parameters: list[Any] = [owner._parameters[name] for owner, name in self._first_slots]
         return parameters
 

@@ -281,9 +281,9 @@ class SavedForBackward:
         return True
 
     def _drop_saves_on_device(self, store: HostTensors, is_running: bool) -> bool:
-        """Free the saved tensors on the device, in a call that saves on the host. Tensors on the
-        host remain saved, and so do tensors that backward cannot recompute. Return True if any
-        memory was freed.
+        """Free the part of the saved tensors that is still on the device, because memory is short,
+        in a call whose saves move to the host. Tensors that are on the host stay saved, and so do
+        tensors that backward cannot recompute. Return True if any memory was freed.
 
         Args:
             store: the store of the tensors.
@@ -326,11 +326,11 @@ class SavedForBackward:
             self.store.seal(self.order(), backward_bytes)
 
     def keep_states(self, chunk: Chunk, states: States) -> None:
-        """Save the recurrent states that a chunk starts from, for the chunk's recomputation in
-        backward. States that an earlier chunk started from too are not saved again.
+        """Save the recurrent states from which a chunk starts, for the chunk's recomputation in
+        backward. If several chunks start from the same states, the states are saved once.
 
         Args:
-            chunk: the chunk.
+            chunk: the chunk's range of positions.
             states: the start states, by `StateKey`; {}: the chunk begins a sequence.
         """
         self._names.state_keys = list(states) or self._names.state_keys
@@ -369,7 +369,7 @@ class SavedForBackward:
         outputs that `saves` names.
 
         Args:
-            chunk: the chunk.
+            chunk: the chunk's range of positions.
             hidden_chunk: the chunk's input [..., B, C, h], without a graph.
             attended: output and logsumexp of each attention call in the chunk.
 
@@ -440,7 +440,7 @@ class SavedForBackward:
         store.
 
         Args:
-            chunk: the chunk.
+            chunk: the chunk's range of positions.
 
         Raises:
             UnsupportedModelError: the layer has written in place to one of the outputs.
@@ -531,8 +531,8 @@ class SavedForBackward:
 
     @property
     def keys_are_stored(self) -> bool:
-        """True if backward reads the keys and values of all chunks from the store instead of
-        recomputing them."""
+        """True if keys and values of all chunks are in the store on the host. Backward then reads
+        keys and values from the store, and recomputes none."""
         call_indices = range(self.carried.prefix.calls or 0)
         accesses = [
             (f"{part}.{call_index}", chunk.index)
@@ -605,7 +605,7 @@ class SavedForBackward:
         no later read needs are removed from the store.
 
         Args:
-            chunk: the chunk.
+            chunk: the chunk's range of positions.
             reads: (name, chunk index) of the tensors; all must be in the store.
             names_to_keep: names of tensors that stay in the store for a later read. Tensors that
                 are stored under another chunk's index stay as well.
@@ -621,8 +621,9 @@ class SavedForBackward:
         self.store.read_ahead()
 
     def picks(self) -> list[Tensor]:
-        """Return for each indexer the indices [B, C, k] of the k keys that it selected in forward
-        for each query of the current chunk. The tensors stay in `brought` for a retry."""
+        """Return the key indices that the layer's indexers (sparse attention) selected in forward:
+        for each indexer a tensor [B, C, k], k keys for each query of the current chunk. The tensors
+        stay in `brought` for a retry."""
         return [self.brought[f"picks.{indexer}"] for indexer in range(self._names.indexers)]
 
     def take_attention_outputs(self) -> list[AttentionOutput] | None:

@@ -53,8 +53,8 @@ CHOICE_FUNCTIONS = frozenset(("topk", "argsort", "sort", "argmax", "multinomial"
 
 def rows_of(length: int) -> slice:
     """Return a slice that selects at most `MAX_COMPARED_ROWS` (8) of `length` rows of a tensor,
-    evenly spaced, with the last row. Backward compares only these rows with forward if it skips
-    Linears of the layer, whose output is then not fully recomputed."""
+    evenly spaced, with the last row. If backward skips the last Linear of the layer, only these
+    rows of the output are computed, and compared with forward."""
     step = max(1, length // MAX_COMPARED_ROWS)
     return slice(length - 1 - (min(MAX_COMPARED_ROWS, length) - 1) * step, None, step)
 
@@ -416,14 +416,14 @@ def _find_changed(pairs: list[ValuePair]) -> list[ValuePair]:
 
 
 def _differ(group: list[ValuePair], dtype: torch.dtype, tolerance: float) -> Tensor:
-    """Return a bool tensor [len(group)]: True if a pair of values, from a layer's forward and from
-    its recomputation in backward, differs by more than the tolerance. A pair with NaN gives False.
-    Linears whose output values no code reads return NaN instead of computing their output.
+    """Compare pairs of values, from a layer's forward and from its recomputation in backward.
+    Return a bool tensor [len(group)], True for a pair whose difference exceeds the tolerance.
+
+    A pair with NaN gives False, because Linears whose output values no code reads return NaN.
 
     Args:
         group: pairs of values with the same shape, dtype and device. `ValuePair.unchanged` is a
-            tensor in all pairs, or None in all. Such a tensor is a term that both values contain,
-            for example the residual connection's input.
+            tensor in all pairs, or None in all.
         dtype: the dtype of the values.
         tolerance: allowed norm of the difference, relative to the norm of the recomputed value. The
             tensor `unchanged`, if there is one, is first subtracted from this value.
