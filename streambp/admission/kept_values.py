@@ -178,7 +178,8 @@ def _flag(path: str, value: Any) -> list[tuple[str, Any]]:
 
 def _third_party_code(layer: nn.Module) -> Roots:
     """Return third-party classes, functions and objects that the layer's forward may run, as (name,
-    object). Such code may store values."""
+    object). Such code may store values, for example in a class attribute, and the result is
+    searched for stored values."""
     by_id: dict[int, tuple[str, Any]] = {}
     for path, module in layer.named_modules():
         for name, value in module.__dict__.items():

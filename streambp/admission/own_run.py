@@ -122,8 +122,8 @@ class UnpatchedRun:
         return type(layer).__name__
 
     def agrees(self, streamed: list[Tensor]) -> bool:
-        """True if streambp's result for the same input equals the unpatched layer's, up to
-        rounding.
+        """True if streambp's result for the input of this run equals `result`, the unpatched
+        layer's, up to rounding.
 
         Args:
             streamed: streambp's result, with the same entries as `result`: the output [..., B, t,

@@ -228,9 +228,13 @@ def _test_chunks(call: LayerCall, x: Tensor) -> ProbeResult:
 
 
 def _test_full_length(call: LayerCall) -> Verdict:
-    """Test a layer with third-party code on the call's full length, because such code may depend on
-    positions that a few tokens do not have. Store and return the decision whether the layer runs in
-    chunks. [Note: foreign insides]"""
+    """Test a layer with third-party code on the full length of its call. The test on a few tokens
+    is not enough, because such code may depend on positions that a few tokens do not have. Store
+    and return the decision whether the layer runs in chunks. [Note: foreign insides]
+
+    Args:
+        call: the layer's call on one batch, with its arguments and chunks.
+    """
     findings = call.layer_state.tests.results[call.arguments.kind]
     with prepare_rehearsal(call), trial_context(call), set_eval_mode(call), torch.no_grad():
         try:
@@ -251,8 +255,8 @@ def _test_full_length(call: LayerCall) -> Verdict:
 
 def _why_not(call: LayerCall, hidden_states: Tensor) -> ProbeResult:
     """Test on random tokens if the layer's chunks compute the same as the full sequence, and return
-    the result. Values that the layer stores in the test are removed. [Note: a trial
-    leaves nothing]
+    the result. The test leaves no trace: values that the layer stores meanwhile are removed, and
+    the call's arguments are restored. [Note: a trial leaves nothing]
 
     Args:
         call: the layer's call on one batch, with its arguments and chunks.

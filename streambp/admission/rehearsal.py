@@ -70,15 +70,21 @@ def rehearse(
 
 
 def causal_prefix(call: LayerCall, length: int) -> Prefix:
-    """Return an empty store for keys and values of a test's `length` tokens in each of the call's
-    rows, with causal attention."""
+    """Return an empty store for the keys and values of a test run of a layer. Causal attention
+    reads keys and values from this store, and appends those of each chunk.
+
+    Args:
+        call: the layer's call on one batch, which has the number of rows.
+        length: number of tokens of the test in each row.
+    """
     return Prefix(Spans.causal(call.rows, length), length, call.carried.prefix.attention)
 
 
 @contextlib.contextmanager
 def prepare_rehearsal(call: LayerCall) -> Iterator[None]:
-    """Context manager for a test run of a layer. The layer is prepared for chunks, and the states
-    of random generators are restored afterwards.
+    """Context manager for a test run of a layer on random tokens. The layer is prepared for chunks,
+    and torch's random generators are restored afterwards, so that training draws the same numbers
+    as without a test.
 
     Autocast's weight cache is disabled, and so are saved_tensors_hooks of a checkpoint around the
     model. The checkpoint would raise, because test chunks write to one buffer of keys and values.
@@ -208,10 +214,10 @@ def may_have_graphs(call: LayerCall) -> bool:
 
 
 def randomize_zero_weights(call: LayerCall) -> contextlib.AbstractContextManager[Any]:
-    """Return a context manager for a test, in which zero weights are random numbers, as they may be
-    after training. A gate that starts at zero would hide what the layer computes. The context
-    manager yields the replacements of the trainable parameters, or None if the layer cannot have a
-    graph."""
+    """Return a context manager for a test of a layer, in which random numbers replace weights that
+    are zero. Zeros, for example in a gate or in a new adapter's B, would hide what the layer
+    computes after training. The context manager yields the replacements of the trainable
+    parameters, or None if the layer cannot have a graph."""
     if not may_have_graphs(call):
         return contextlib.nullcontext()
     return Parameters(

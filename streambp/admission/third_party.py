@@ -112,7 +112,8 @@ def refuse_foreign_attention(attentions: Iterable[nn.Module]) -> None:
 
 def distinct_attentions(layers: Iterable[nn.Module]) -> list[nn.Module]:
     """Return the modules in these layers that call transformers' attention functions, one of each
-    class and config. A check of these modules covers all layers."""
+    class and config. A check of an attention function needs only these modules, because the others
+    would give the same result."""
     by_config: dict[tuple[int, type], nn.Module] = {}
     for layer in layers:
         for module in layer.modules():
@@ -191,8 +192,9 @@ _inside = functools.lru_cache(strip_deprecation)
 
 @functools.lru_cache
 def _eager_names(forward: Callable[..., Any]) -> list[str]:
-    """Return the names of the functions for eager attention, such as eager_attention_forward, in
-    the code of an attention module's forward. Another library may have replaced these functions."""
+    """Return the names under which the code of an attention module's forward calls its eager
+    attention, such as eager_attention_forward. Another library may have replaced the functions of
+    these names."""
     return [name for name in forward.__code__.co_names if name.endswith(EAGER_FORWARD)]
 
 

@@ -165,8 +165,8 @@ def _passes_without_error(passes: Callable[[LinearNames], bool], names: LinearNa
 def random_tokens(
     call: LayerCall, like: Tensor, length: int, at_last_positions: bool = True
 ) -> Iterator[Tensor]:
-    """Context manager for a test, which yields random tokens [..., B, length, h] at the scale of
-    `like` [..., B, T, h]. If `like` is a meta or fake tensor, the yielded tensor has no data.
+    """Context manager for a test run of a layer on random tokens, which it yields: [..., B, length,
+    h], at the scale of `like`. If `like` is a meta or fake tensor, the yielded tensor has no data.
 
     Inside, the call's arguments describe one document in each row without padding, and zero weights
     are replaced by random numbers. Arguments, weights and values that the layer stores are restored

@@ -165,8 +165,9 @@ def entries_of(table: dict[Any, Any], names: Iterable[Any] | None = None) -> Hol
 
 
 def attributes_of_class(owner: type) -> Holder:
-    """Return a `Holder` that records the attributes and methods that a class itself defines, and
-    can restore them. Names with two leading underscores are left out, except `__call__`."""
+    """Return a `Holder` that can restore the attributes and methods of a class. Inherited
+    attributes and methods are not recorded. Names with two leading underscores are left out, except
+    `__call__`."""
 
     def read() -> Content:
         table = vars(owner).items()

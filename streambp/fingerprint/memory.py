@@ -561,7 +561,8 @@ def undo_changes(
 @functools.lru_cache(maxsize=1024)
 def _names(code: types.CodeType) -> tuple[str, ...]:
     """Return the names of globals and attributes in a function's code and in the code of its inner
-    functions."""
+    functions. `ReachableValues` visits the globals of these names, because the function may store
+    values there."""
     codes = [code]
     for inner_code in codes:  # the loop appends to this list
         codes += [
@@ -571,8 +572,9 @@ def _names(code: types.CodeType) -> tuple[str, ...]:
 
 
 def _key_text(key: Any) -> str:
-    """Return the text that stands for a dictionary's key in a path: its repr, or the name of its
-    class if a repr may contain an address."""
+    """Return the text for a dictionary's key in a path such as "cache['a']": the key's repr. A key
+    whose repr may contain an address gets the name of its class, so that paths are the same in each
+    run."""
     if isinstance(key, (str, int, float, tuple)):
         return repr(key)
     return name_of(type(key)).rpartition(".")[2]

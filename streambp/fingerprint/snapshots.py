@@ -259,11 +259,12 @@ class ModuleSnapshot:
             self.keys.append(key)
 
     def _add(self, key: Key, parts: Iterable[ObservedValue], kinds: list[Any]) -> None:
-        """Add the comparable parts of one attribute, parameter or buffer to the snapshot.
+        """Add one attribute, parameter or buffer to the snapshot, in comparable parts: each part
+        goes to `exact` with its value, and to `kinds` with its class.
 
         Args:
             key: (module name, attribute name).
-            parts: the parts.
+            parts: the parts of the value, from `leaves`.
             kinds: the list from which `kind` is computed; entries are appended.
         """
         for leaf in parts:

@@ -352,8 +352,9 @@ class SharedInput(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        """Return None for `shared` and `counts`, then the gradients of x [..., in] and of each A
-        [r, in]. The gradients follow from the values that the Linears' backward stored in `shared`.
+        """Return the gradients of `forward`'s arguments in their order: None for `shared` and
+        `counts`, then the gradients of x [..., in] and of each A [r, in]. The gradients follow from
+        values that the Linears' backward has stored in `shared`.
 
         Args:
             grad: gradient of x from code other than these Linears; None: there is none.

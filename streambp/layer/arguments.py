@@ -184,12 +184,12 @@ class Arguments:
         return sum(tensor.nbytes for tensor in storages.values())
 
     def add_documents(self, documents: Documents) -> None:
-        """Add document boundaries of packed rows to the layer's arguments, so that the layer's
-        attention and state kernels keep the documents separate. Called if the caller passed no
-        boundaries. Sets `tells`, and changes `kind`.
+        """Add document boundaries to the layer's arguments, for a batch whose rows contain several
+        documents each. The layer's attention and state kernels then keep the documents separate.
+        Called if the caller passed no boundaries. Sets `tells`, and changes `kind`.
 
         Args:
-            documents: the documents of packed rows, and the arguments that mark their boundaries.
+            documents: the documents, and the arguments that mark their boundaries.
         """
         self.by_name.update(documents.arguments)
         self.kind |= {("told", tuple(documents.arguments))}

@@ -164,7 +164,7 @@ def write_chunk(
     outputs: FullOutputs, output: ChunkOutput, chunk: Chunk, length: int
 ) -> ChunkOutput:
     """Copy a chunk's outputs into the outputs of the full sequence, and return `output` unchanged.
-    An output with `length` positions instead of the chunk's is stored without a copy.
+    An output that has all `length` positions already is stored without a copy.
 
     Args:
         outputs: dict of the full sequence's outputs, modified in place: key None holds the hidden
@@ -453,8 +453,8 @@ class LayerCall:
 
     def limit_prefix(self, offloader: OffloadManager) -> None:
         """Limit the device memory of keys, values and their gradients to the `gpu_memory` setting,
-        and store tensors above the limit on the host. Does nothing for a layer whose keys cannot be
-        split into one tensor for each chunk. `offloader` has the limit and the host's storage."""
+        which `offloader` has. Tensors above the limit are stored on the host. Does nothing for a
+        layer whose keys cannot be split into one tensor for each chunk."""
         saved = self.saved.store if self.saved.moves_kv else None
         assert not isinstance(saved, DeviceTensors)  # offloaded keys are in a host store
         if self.carried.in_tiles:

@@ -33,12 +33,12 @@ class CrossChunkState:
         layout: the keys that each query of the full sequence may read, and the positions where no
             chunk may end.
         prefix: keys and values of all tokens so far.
-        in_tiles: True if keys and values may be split into one tensor for each chunk, of which some
-            are moved to the host.
+        in_tiles: True if keys and values may be stored as one tensor for each chunk instead of one
+            for all. Some of these tensors are moved to the host if device memory is short.
         states: the recurrent states at each chunk's end, by chunk index, until no later chunk needs
             them; empty in a layer without states.
-        upstream: in backward, the gradients of `states`, by the same chunk index; empty in a layer
-            without states.
+        upstream: used in backward: the gradients of `states`, by the same chunk index; empty in a
+            layer without states.
     """
 
     layout: Layout

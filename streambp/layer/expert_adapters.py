@@ -135,8 +135,14 @@ class FactoredWeight(Tensor):
         return weight  # type: ignore[no-any-return]
 
     def part(self, folded: Tensor, left_factor: Tensor, right_factor: Tensor) -> FactoredWeight:
-        """Return a `FactoredWeight` [..., n, m] made of these tensors, for example the parts of one
-        expert, with this weight's scales and `record_operation`."""
+        """Return a `FactoredWeight` [..., n, m] of other tensors, with the scales and
+        `record_operation` of this weight. Called with the parts of one expert, for example.
+
+        Args:
+            folded: the sum of weight and adapters, [..., n, m].
+            left_factor: the left factors of all adapters, [..., n, r].
+            right_factor: the right factors of all adapters, [..., r, m].
+        """
         return FactoredWeight.create(
             folded, left_factor, right_factor, self.scales, self.record_operation
         )

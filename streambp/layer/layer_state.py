@@ -168,11 +168,11 @@ class CallReport:
     Attributes:
         reason: the reason why the layer ran unchunked under a checkpoint; None: the layer ran in
             chunks, or in one chunk.
-        longest: pair of the longest chunk's length and the reason for this length, if the length is
-            above the requested one; None otherwise. [Note: chunk ends]
-        document_arguments: names of the arguments through which the layer's kernels get document
-            boundaries; (): none.
-        rows: the documents of packed rows for which modules with recurrent states run separately;
+        longest: pair of the longest chunk's length and the reason for this length, if a chunk is
+            longer than the requested chunk size; None otherwise. [Note: chunk ends]
+        document_arguments: names of the arguments through which the layer's kernels get boundaries
+            of packed documents; (): none.
+        rows: the packed documents for each of which modules with recurrent states run separately;
             None: there are none. [Note: segments]
         documents: pair of the name of the argument that passes packed documents to attention, and
             the number of documents; None: no documents.

@@ -60,8 +60,9 @@ class UnreadProducts:
 @dataclasses.dataclass(frozen=True)
 class UnreadInHalves:
     """Names of the Linears whose outputs are never read, for a layer whose sequence is split over
-    ranks. Such a layer is computed in two halves: the first computes queries, keys and values, the
-    second gets attention's output and computes the layer's output.
+    ranks. Such a layer is computed in two halves, because ranks exchange keys and values in
+    between. The first half computes queries, keys and values. The second half gets attention's
+    output and computes the layer's output.
 
     Attributes:
         for_queries: Linears to skip when the first half computes the queries alone. If the layer's

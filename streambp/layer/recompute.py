@@ -113,8 +113,8 @@ def check_mode(layer: nn.Module, training: bool) -> None:
 
 @contextlib.contextmanager
 def disable_checkpointing(modules: list[nn.Module]) -> Iterator[None]:
-    """Context manager that disables transformers' checkpointing and `parametrize.cached()` for a
-    layer.
+    """Context manager that disables transformers' checkpointing and torch's `parametrize.cached()`
+    while a layer runs in chunks.
 
     From transformers 5.23 on a layer's forward would wrap itself in a checkpoint. Parametrized
     weights from torch's cache have no graph, or a graph that does not end at the leaves of the

@@ -203,10 +203,11 @@ class SavedForBackward:
         moves: True if the tensors go to the host.
         random: the random state at each chunk's start.
         products: the outputs of Linears that are saved.
-        keeps_graph: True if the autograd graph stays from forward to backward. [Note: kept graphs]
-        graph: this graph, a `layer.gradients.Graph`; None: backward recomputes.
-        brought: the saved tensors of the chunk that backward is computing, by name. The layer may
-            use them in any order.
+        keeps_graph: True if forward keeps its autograd graph for backward, so that nothing is
+            recomputed. [Note: kept graphs]
+        graph: the graph that forward has kept, a `layer.gradients.Graph`; None: backward
+            recomputes.
+        brought: the saved tensors of the chunk that backward is computing, by name, on the device.
     """
 
     lends_attended = True  # the layer receives the saved attention output itself, not a copy
@@ -238,12 +239,13 @@ class SavedForBackward:
         self._names = CarriedNames()
 
     def choose(self, rows: int, can_keep_graph: Callable[[], bool]) -> None:
-        """Let the policy for `saves="auto"` set `saves`, `keeps_graph` and `cost_recorder`, by the
-        available memory. Does nothing without such a policy.
+        """Choose what this call saves, by the policy for `saves="auto"` and the available memory.
+        Sets `saves`, `keeps_graph` and `cost_recorder`. Does nothing without such a policy: the
+        config then names what to save.
 
         Args:
             rows: batch size.
-            can_keep_graph: returns True if the autograd graph may stay from forward to backward.
+            can_keep_graph: returns True if forward may keep its autograd graph for backward.
         """
         if self.layer_state.saves_policy is not None and self.chosen_here:
             names, self.keeps_graph, self.cost_recorder = self.layer_state.saves_policy.saves(
@@ -314,9 +316,9 @@ class SavedForBackward:
         return "kv" in self.saves and self.store.copies
 
     def seal(self, backward_bytes: int) -> None:
-        """End the saving of tensors in forward. A store on the host gets the order in which
-        backward will read the saved tensors, so that the store can prefetch. A store on the device
-        ignores the call.
+        """End the saving of tensors in forward. A store on the host then knows the order in which
+        backward will read the tensors, and can prefetch them. A store on the device needs no such
+        order, so nothing happens.
 
         Args:
             backward_bytes: bytes of device memory that backward needs for keys, values and their
@@ -589,10 +591,11 @@ class SavedForBackward:
         return reads
 
     def load(self, reads: list[Access], _: bool = False) -> None:
-        """Start the copies of saved tensors to the device, before `bring` reads the tensors.
+        """Start copying saved tensors from the host to the device, so that the copies are under way
+        before `bring` reads the tensors.
 
         Args:
-            reads: (name, chunk index) of the tensors; those that are not saved any more are left
+            reads: (name, chunk index) of the tensors; tensors that are not saved any more are left
                 out.
             _: True in a retry after running out of memory; not used.
         """
