@@ -97,7 +97,7 @@ class MergedOutput:
 
     def add(self, number: int, o: Tensor, lse: Tensor) -> None:
         """Merge one block's output o [b, H, t, D_v] and logsumexp lse [b, H, t] into the chunk's.
-        This object may keep both tensors and overwrite them.
+        The caller must not use both tensors afterwards, because this object may overwrite them.
 
         Args:
             number: index of the block in the plan.
@@ -240,7 +240,8 @@ class QueryGradientSum:
             self._sum[rows, columns].add_(dq)
 
     def result(self) -> Tensor:
-        """Return the sum, dq [B, H, C, D], in q's dtype."""
+        """Return the gradient of the chunk's queries, dq [B, H, C, D] in q's dtype, summed over all
+        blocks (rectangles of queries and keys)."""
         total = torch.zeros_like(self._q) if self._sum is None else self._sum
         return total.to(self._q.dtype).transpose(1, 2)
 
@@ -276,8 +277,8 @@ class AttentionParams(NamedTuple):
         """Return the kernel arguments (`Task`) of each block of a chunk. A block is a rectangle of
         queries and keys, computed by one kernel call.
 
-        Tasks with mask tensors or document boundaries are generated one by one, so that few tensors
-        exist at a time.
+        If tasks have mask tensors or document boundaries (cu_seqlens), they are generated one by
+        one, so that few of these tensors exist at a time.
 
         Args:
             plan: the chunk's blocks.
@@ -294,8 +295,9 @@ class AttentionParams(NamedTuple):
 
     def _task(self, number: int, block: Block, layout: SpansOrMask, device: torch.device) -> Task:
         """Return the kernel arguments of one block, a rectangle of queries and keys. A block of
-        kind MASK gets its part of the mask [B or 1, H or 1, q, k]. A block of kind VARLEN gets
-        cu_seqlens of its queries and keys, [documents + 1] each in int32.
+        kind MASK, which a mask tensor describes, gets its part of the mask [B or 1, H or 1, q, k].
+        A block of kind VARLEN, which contains packed documents, gets cu_seqlens of its queries and
+        keys, [documents + 1] each in int32.
 
         Args:
             number: the block's index in the plan, added to the seed of dropout.
@@ -386,8 +388,9 @@ def attend_blocks(
 
 
 def add_sink(attended: AttentionOutput, sink: Tensor) -> AttentionOutput:
-    """Return a chunk's attention output with an attention sink: one more key, read by every query,
-    with logit sink [H] and value zero.
+    """Return a chunk's attention output, changed as if there were an attention sink: one more key,
+    which every query reads, with logits `sink` [H] and with value zero. `attended` has the output
+    without the sink.
 
     The kernels need no sink in backward, because they recompute the weights from the logsumexp,
     which includes the sink. The sink's own gradient is -sum over queries of exp(sink - lse) * (do .

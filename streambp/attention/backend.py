@@ -227,9 +227,10 @@ class Backend:
 def _depth(blocks: tuple[Block, ...]) -> tuple[int, int]:
     """Return two numbers about a chunk's blocks, rectangles of queries and keys. The first is the
     largest number of blocks that contain the same query. The second is the number of queries, over
-    all rows, that are in some block. Merging the blocks' outputs depends on both.
+    all rows, that are in some block. Both decide how the outputs of blocks are merged.
 
-    Groups of rows are counted one by one, because blocks of different groups never share a query.
+    The queries of each group of rows are counted separately, because blocks of different groups
+    never have a query in common.
     """
     depth = covered = 0
     for b0, b1 in {(block.b0, block.b1) for block in blocks}:

@@ -40,9 +40,9 @@ def indexers_of(module: nn.Module) -> list[nn.Module]:
 
 @contextlib.contextmanager
 def pick_keys(indexers: Sequence[nn.Module], chunk_attention: ChunkAttention) -> Iterator[None]:
-    """Context manager in which indexers, modules that pick the keys of each query, compute the keys
-    of one chunk's queries. Called in backward, the indexers return the picks that forward saved.
-    The indexers' `forward` is replaced meanwhile.
+    """Context manager in which indexers pick the keys for the queries of one chunk. An indexer is a
+    module of sparse attention that picks keys for each query. Called in backward, the indexers
+    return the picks that forward saved. The indexers' `forward` is replaced meanwhile.
 
     Args:
         indexers: the layer's indexers.

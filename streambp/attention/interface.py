@@ -97,7 +97,7 @@ def stream_attention(
     argument is already included. Any other layer passes the model's own mask: a `LazyMask`, a 4-D
     tensor, or None for causal. The sequence is then attended as one chunk. Keys from another
     sequence (cross-attention to an image) are attended by the model's own function, sdpa or eager.
-    The other arguments are those of transformers' attention functions.
+    The other arguments are as in transformers.
 
     Raises:
         UnsupportedModelError: the module attends in a way that streambp does not support, such as
@@ -161,18 +161,18 @@ def stream_attention(
 
 
 def _distance_bias(module: nn.Module, bias: Any, mask: Any) -> Tensor | None:
-    """Return the bias that T5's attention adds by the distance of key and query, one value for each
-    head and distance: [1, H, 2 T - 1]. T is the length of the sequence, or of its part up to the
-    chunk's end.
+    """Return the bias that T5's attention adds for the distance of key and query, one value for
+    each head and distance: [1, H, 2 T - 1]. T is the length of the sequence, or of its part up to
+    the chunk's end.
 
     Return None if the bias is not T5's, or if the layer is not computed chunk by chunk.
 
     Args:
         module: the attention module.
-        bias: the bias that the module passed. A bias by distance (T5) is returned unchanged.
-            Another module (UMT5) computes a bias for each pair of positions, counted from 0 in each
-            chunk. The bias by distance is then computed anew from the module's table. If the
-            chunk's attention reads no bias, `bias` is returned unchanged.
+        bias: the bias that the module passed to attention. T5's, one value for each distance, is
+            returned unchanged. UMT5's, one value for each pair of positions within the chunk, is
+            replaced by a bias for each distance from the module's table. If the chunk's attention
+            reads no bias, `bias` is returned unchanged.
         mask: the call's attention_mask, a `ChunkAttention` if the layer is computed chunk by chunk.
     """
     if not isinstance(mask, ChunkAttention) or not isinstance(bias, Tensor):
@@ -187,11 +187,11 @@ def _distance_bias(module: nn.Module, bias: Any, mask: Any) -> Tensor | None:
 
 
 def _is_causal_without_a_mask(module: nn.Module) -> bool:
-    """True if an attention module is causal only in calls without a mask (Moonshine). In calls with
-    a mask, such a module passes is_causal=False, and the mask alone decides which keys are read.
+    """True if an attention module is causal only in calls without a mask (Moonshine). Such a module
+    passes is_causal=False in calls with a mask, and the mask alone decides which keys are read.
 
-    A streamed layer gets a mask in every call. So is_causal=False does not make such a module
-    bidirectional.
+    Every call has a mask if the layer runs in chunks, and is_causal=False does not make such a
+    module bidirectional.
     """
     code = getattr(written_forward(module), "__code__", None)
     names = () if code is None else code.co_names
@@ -199,9 +199,9 @@ def _is_causal_without_a_mask(module: nn.Module) -> bool:
 
 
 def _own_function(module: nn.Module) -> Any:
-    """Return the attention function of the config's own implementation, "sdpa" for example. The
-    function is needed if another thread has set the name of `stream_attention` in a shared config.
-    None if the module must use `stream_attention` in the current thread."""
+    """Return the attention function of the config's own implementation, "sdpa" for example. A
+    thread must use the function if another thread has put `stream_attention` into the shared
+    config. None if the current thread itself must use `stream_attention`."""
     implementation = _thread_implementation(getattr(module, "config", None))
     if implementation is None:
         return None
@@ -209,8 +209,8 @@ def _own_function(module: nn.Module) -> Any:
 
 
 def _model_eager_function(module: nn.Module) -> Any:
-    """Return the eager attention function of the module's modeling file: the one that the module's
-    forward names. None if there is none."""
+    """Return the eager attention function in the modeling file of the module's class, found by the
+    names that the code of the module's forward mentions. None if there is none."""
     code = getattr(written_forward(module), "__code__", None)
     function_name = EAGER_FORWARD
     for name in getattr(code, "co_names", ()):
@@ -333,9 +333,9 @@ def _unsupported_arguments(
 
 
 def stream_mask(config: PreTrainedConfig | None = None, **description: Any) -> Any:
-    """Return a `LazyMask` with the arguments of transformers' mask functions, in place of a mask.
-    If the config does not use `stream_attention` in the current thread, return the mask of its own
-    attention implementation."""
+    """Return the mask of a model with the implementation `stream_attention`, as transformers' mask
+    creation calls it: a `LazyMask`, which stores the arguments and builds no tensor. If the config
+    has another implementation in the current thread, return that implementation's mask."""
     implementation = _thread_implementation(config)
     function: Any = LazyMask
     if implementation is not None:
@@ -788,8 +788,8 @@ def attention_configs(layer: nn.Module) -> list[PreTrainedConfig]:
 
 
 def _refuse_added_bools(configs: list[PreTrainedConfig]) -> None:
-    """Raise `UnsupportedMaskError` for a bool mask if a config's attention implementation is
-    "eager", which would add the mask to the scores as 0 and 1."""
+    """Raise `UnsupportedMaskError`, for a call with a bool mask, if one of the layer's `configs`
+    has "eager" attention. Eager attention would add the mask to the scores as 0 and 1."""
     for config in configs:
         if own_implementation(config) == EAGER:
             raise UnsupportedMaskError(

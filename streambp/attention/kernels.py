@@ -50,9 +50,11 @@ class Task(NamedTuple):
     Attributes:
         block: the rectangle.
         scale: factor of q @ k^T.
-        tile: [B or 1, H or 1, Tq, Tk], the mask of a block of kind MASK; None: another kind.
+        tile: [B or 1, H or 1, Tq, Tk], the mask of a block that a mask tensor describes (kind
+            MASK); None: another kind.
         ends: cu_seqlens of the queries and of the keys, [documents + 1] each in int32, of a block
-            of kind VARLEN; None: another kind, or the kernel makes them.
+            with packed documents (kind VARLEN); None: another kind, or the kernel creates the
+            tensors.
         dropout: probability to drop a weight.
         seed: seed of the dropout mask.
         softcap: limit of the scores; None: no limit.
@@ -74,7 +76,8 @@ class Task(NamedTuple):
 
 class Kernel(Protocol):
     """Interface of an attention kernel, which computes one block: a rectangle of queries and keys.
-    Kernels are stateless. The module's docstring defines the shapes.
+    Kernels are stateless. Shapes have B rows, H query heads, H_kv key heads, Tq queries and Tk
+    keys. D is the head size of q and k, and D_v that of v.
 
     Attributes:
         name: name of the kernel.
@@ -88,9 +91,9 @@ class Kernel(Protocol):
     tiling: Tiling
 
     def takes(self, block: Block) -> bool:
-        """True if the kernel supports a block's kind, and the numbers of its queries and keys.
-        Unless the kernel supports more keys than queries, a CAUSAL block must be a square: its keys
-        are the positions of its queries."""
+        """True if the kernel supports a block's kind, such as CAUSAL, and the numbers of its
+        queries and keys. A CAUSAL block is supported if it is a square: its keys are the positions
+        of its queries. Some kernels also support CAUSAL blocks with more keys than queries."""
         kind = block.kind
         tiling = self.tiling
         if kind not in self.kinds:
@@ -175,14 +178,20 @@ class MathKernel(Kernel):
     tiling = Tiling(q_block=512, k_block=2048, k_forward=2048)
 
     def takes(self, block: Block) -> bool:
-        """True if the kernel supports the block's kind. The numbers of queries and keys do not
-        matter."""
+        """True if the kernel supports the block's kind, such as CAUSAL or MASK. Any numbers of
+        queries and keys are supported."""
         return block.kind in self.kinds
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, task: Task) -> tuple[Tensor, Tensor]:
         """Return the output o [B, H, Tq, D_v] and the logsumexp lse [B, H, Tq] of attention over
-        one block's keys alone, both in promote_types(dtype, float32). Arguments as in
-        `Kernel.forward`."""
+        one block's keys alone, both in promote_types(dtype, float32).
+
+        Args:
+            q: [B, H, Tq, D], the block's queries.
+            k: [B, H_kv, Tk, D], the block's keys.
+            v: [B, H_kv, Tk, D_v], the block's values.
+            task: the block (a rectangle of queries and keys), and scale, softcap, dropout and seed.
+        """
         # [B, H_kv, G, Tq, Tk]
         scores = self._masked(self._scores(q, k, task), q, k, task)
         v = _widen(v)
@@ -204,10 +213,16 @@ class MathKernel(Kernel):
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, task: Task
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return dq [B, H, Tq, D], dk [B, H_kv, Tk, D] and dv [B, H_kv, Tk, D_v] of one block in
-        promote_types(dtype, float32). `do`, `o` and `lse` belong to the attention over all keys.
-        Arguments as in `Kernel.backward`.
+        promote_types(dtype, float32). The dropout mask is drawn again from the seed in `task`.
 
-        The dropout mask is drawn again from the seed in `task`.
+        Args:
+            do: [B, H, Tq, D_v], the gradient of the attention output over all keys.
+            q: [B, H, Tq, D], the block's queries.
+            k: [B, H_kv, Tk, D], the block's keys.
+            v: [B, H_kv, Tk, D_v], the block's values.
+            o: [B, H, Tq, D_v], the attention output over all keys, not this block's alone.
+            lse: [B, H, Tq], the logsumexp of the scores over all keys.
+            task: the block, and the settings of forward.
         """
         groups = (k.shape[1], q.shape[1] // k.shape[1])
         scores = self._scores(q, k, task)
@@ -265,8 +280,15 @@ class CpuFlashKernel(Kernel):
     tiling = Tiling(k_block=K_BLOCK)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, task: Task) -> tuple[Tensor, Tensor]:
-        """Return the output o [B, H, Tq, D] and the logsumexp lse [B, H, Tq] of attention over one
-        block's keys alone. `o` has q's dtype. Arguments as in `Kernel.forward`."""
+        """Return the output o [B, H, Tq, D] in q's dtype and the logsumexp lse [B, H, Tq] of
+        attention over one block's keys alone.
+
+        Args:
+            q: [B, H, Tq, D], the block's queries.
+            k: [B, H_kv, Tk, D], the block's keys.
+            v: [B, H_kv, Tk, D], the block's values.
+            task: the block (a rectangle of queries and keys), and the scale.
+        """
         causal = task.block.kind is BlockKind.CAUSAL
         o, lse = aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, causal, scale=task.scale
@@ -276,8 +298,17 @@ class CpuFlashKernel(Kernel):
     def backward(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, task: Task
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dq [B, H, Tq, D], dk and dv [B, H_kv, Tk, D] of one block in q's dtype. `do`, `o`
-        and `lse` belong to the attention over all keys. Arguments as in `Kernel.backward`."""
+        """Return dq [B, H, Tq, D], dk and dv [B, H_kv, Tk, D] of one block in q's dtype.
+
+        Args:
+            do: [B, H, Tq, D], the gradient of the attention output over all keys.
+            q: [B, H, Tq, D], the block's queries.
+            k: [B, H_kv, Tk, D], the block's keys.
+            v: [B, H_kv, Tk, D], the block's values.
+            o: [B, H, Tq, D], the attention output over all keys, not this block's alone.
+            lse: [B, H, Tq], the logsumexp of the scores over all keys.
+            task: the block (a rectangle of queries and keys), and the scale.
+        """
         causal = task.block.kind is BlockKind.CAUSAL
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(
             do, q, k, v, o, lse, 0.0, causal, scale=task.scale
@@ -306,11 +337,16 @@ class FlashKernel(Kernel):
         )
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, task: Task) -> tuple[Tensor, Tensor]:
-        """Return the output o [B, H, Tq, D] and the logsumexp lse [B, H, Tq] of attention over one
-        block's keys alone. `o` has q's dtype. Arguments as in `Kernel.forward`.
+        """Return the output o [B, H, Tq, D] in q's dtype and the logsumexp lse [B, H, Tq] of
+        attention over one block's keys alone. Blocks of packed documents (kind VARLEN) are passed
+        to the operator as one packed row [T, H, D].
 
-        Blocks of packed documents (kind VARLEN) are passed to the kernel as one packed row [T, H,
-        D].
+        Args:
+            q: [B, H, Tq, D], the block's queries.
+            k: [B, H_kv, Tk, D], the block's keys.
+            v: [B, H_kv, Tk, D], the block's values.
+            task: the block (a rectangle of queries and keys), the scale, and cu_seqlens of
+                documents.
         """
         assert q.shape[-1] == v.shape[-1], (
             "the operators need one head size; without data they do not notice"
@@ -333,8 +369,18 @@ class FlashKernel(Kernel):
     def backward(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, task: Task
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dq [B, H, Tq, D], dk and dv [B, H_kv, Tk, D] of one block in q's dtype. `do`, `o`
-        and `lse` belong to the attention over all keys. Arguments as in `Kernel.backward`."""
+        """Return dq [B, H, Tq, D], dk and dv [B, H_kv, Tk, D] of one block in q's dtype.
+
+        Args:
+            do: [B, H, Tq, D], the gradient of the attention output over all keys.
+            q: [B, H, Tq, D], the block's queries.
+            k: [B, H_kv, Tk, D], the block's keys.
+            v: [B, H_kv, Tk, D], the block's values.
+            o: [B, H, Tq, D], the attention output over all keys, not this block's alone.
+            lse: [B, H, Tq], the logsumexp of the scores over all keys.
+            task: the block (a rectangle of queries and keys), the scale, and cu_seqlens of
+                documents.
+        """
         kind = task.block.kind
         no_dropout = (
             torch.empty(2, dtype=torch.uint64, device=q.device),
@@ -365,8 +411,15 @@ class CudnnKernel(Kernel):
     tiling = Tiling(k_block=2 * K_BLOCK, k_forward=4 * K_BLOCK, min_tokens=CUDNN_MIN_TOKENS)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, task: Task) -> tuple[Tensor, Tensor]:
-        """Return the output o [B, H, Tq, D_v] and the logsumexp lse [B, H, Tq] of attention over
-        one block's keys alone. `o` has q's dtype. Arguments as in `Kernel.forward`."""
+        """Return the output o [B, H, Tq, D_v] in q's dtype and the logsumexp lse [B, H, Tq] of
+        attention over one block's keys alone.
+
+        Args:
+            q: [B, H, Tq, D], the block's queries.
+            k: [B, H_kv, Tk, D], the block's keys.
+            v: [B, H_kv, Tk, D_v], the block's values.
+            task: the block (a rectangle of queries and keys), and the scale.
+        """
         causal = task.block.kind is BlockKind.CAUSAL
         o, lse, *_ = aten._scaled_dot_product_cudnn_attention(
             q, k, v, None, True, 0.0, causal, False, scale=task.scale
@@ -377,8 +430,17 @@ class CudnnKernel(Kernel):
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, task: Task
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return dq [B, H, Tq, D], dk [B, H_kv, Tk, D] and dv [B, H_kv, Tk, D_v] of one block in
-        q's dtype. `do`, `o` and `lse` belong to the attention over all keys. Arguments as in
-        `Kernel.backward`. [Note: one layout]"""
+        q's dtype. [Note: one layout]
+
+        Args:
+            do: [B, H, Tq, D_v], the gradient of the attention output over all keys.
+            q: [B, H, Tq, D], the block's queries.
+            k: [B, H_kv, Tk, D], the block's keys.
+            v: [B, H_kv, Tk, D_v], the block's values.
+            o: [B, H, Tq, D_v], the attention output over all keys, not this block's alone.
+            lse: [B, H, Tq], the logsumexp of the scores over all keys.
+            task: the block (a rectangle of queries and keys), and the scale.
+        """
         causal = task.block.kind is BlockKind.CAUSAL
         philox = torch.empty(0, dtype=torch.uint64, device=q.device)
         return aten._scaled_dot_product_cudnn_attention_backward(
@@ -400,9 +462,9 @@ WINDOWLESS_FLASH = FlashKernel(packs=False)
 
 
 def upload(block: Block, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the document boundaries (cu_seqlens) of a VARLEN block's queries and keys as tensors
-    on `device`, [documents + 1] each in int32. FlashAttention's packed kernel takes these tensors.
-    """
+    """Return the document boundaries (cu_seqlens) of the queries and of the keys in a block of
+    packed documents, as tensors [documents + 1] in int32 on `device`. FlashAttention's kernel for
+    packed sequences takes these tensors."""
     cu_q = torch.tensor(block.cu_q, dtype=torch.int32, device=device)
     if block.cu_k == block.cu_q:
         return cu_q, cu_q
@@ -414,12 +476,12 @@ def _widen(x: Tensor) -> Tensor:
 
 
 def _weights(scores: Tensor, lse: Tensor) -> Tensor:
-    """Return the attention weights exp(scores - lse). A query without any key has lse = -inf, and
-    its weights are 0 instead of NaN.
+    """Return the attention weights exp(scores - lse). The weights are 0 instead of NaN for a query
+    without any key, whose lse is -inf.
 
     Args:
         scores: [..., Tq, Tk].
-        lse: the logsumexp of each query over all keys.
+        lse: [..., Tq], the logsumexp of each query's scores over all keys.
     """
     return torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
 
@@ -455,21 +517,22 @@ def _tile(task: Task, device: torch.device) -> Tensor | None:
 
 
 def _token_major(x: Tensor, kind: BlockKind) -> Tensor:
-    """Rearrange x [B, H, T, D] to [B, T, H, D], or to [T, H, D] for a packed row (kind VARLEN), as
-    FlashAttention's operators take it."""
+    """Rearrange x [B, H, T, D] to [B, T, H, D], or to [T, H, D] for one packed row of several
+    documents (`kind` VARLEN). FlashAttention's operators require these layouts."""
     return x[0].transpose(0, 1) if kind is BlockKind.VARLEN else x.transpose(1, 2)
 
 
 def _head_major(x: Tensor, kind: BlockKind) -> Tensor:
-    """Rearrange x [B, T, H, D], or [T, H, D] of a packed row, to [B, H, T, D], as `Kernel` returns
-    tensors."""
+    """Rearrange x [B, T, H, D] to [B, H, T, D], the layout of tensors that attention kernels
+    (`Kernel`) return. If `kind` is VARLEN, x is one packed row [T, H, D] of several documents."""
     return x.transpose(0, 1)[None] if kind is BlockKind.VARLEN else x.transpose(1, 2)
 
 
 def _lengths_and_window(task: Task, device: torch.device) -> tuple[list[Any], dict[str, int]]:
-    """Return arguments of torch's FlashAttention operator for a block: a list, and keyword
-    arguments for the sliding window. The list contains the cu_seqlens of queries and of keys, None
-    if the block is not packed, and the longest lengths of both.
+    """Return arguments of torch's FlashAttention operator for a block (a rectangle of queries and
+    keys): a list, and keyword arguments for the sliding window. The list has the cu_seqlens of
+    queries and of keys, and the largest numbers of queries and of keys in one document. A block
+    that is not packed counts as one document, and its cu_seqlens are None.
 
     Args:
         task: the block and the kernel's options.

@@ -31,10 +31,10 @@ class PaddedKernel(Kernel):
     """Attention kernel that pads q, k and v with zero columns to one head size, and calls another
     kernel. [Note: padded values]
 
-    Used if q and k must be padded too, or as the fallback for blocks that the preferred kernel
-    refuses. If V alone must be padded for all blocks, V is padded once in its buffer instead,
-    without this kernel. Each call copies k and v of its block to pad them, so blocks are limited to
-    few keys.
+    Used if q and k must be padded, not v alone. Also used as the fallback for blocks (rectangles of
+    queries and keys) that the preferred kernel refuses. If V alone must be padded for all blocks, V
+    is padded once in its buffer instead, without this kernel. Each call copies k and v of its block
+    to pad them, so blocks are limited to few keys.
 
     Args:
         inner: the kernel that is called on the padded tensors.
@@ -50,8 +50,14 @@ class PaddedKernel(Kernel):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, task: Task) -> tuple[Tensor, Tensor]:
         """Return the output o [B, H, Tq, D_v] and the logsumexp lse [B, H, Tq] of attention over
-        one block's keys alone. `o` is a view of the padded output. Arguments as in
-        `Kernel.forward`."""
+        one block's keys alone. `o` is a view of the padded output.
+
+        Args:
+            q: [B, H, Tq, D], the block's queries.
+            k: [B, H_kv, Tk, D], the block's keys.
+            v: [B, H_kv, Tk, D_v], the block's values.
+            task: the block (a rectangle of queries and keys), and the kernel's options.
+        """
         width = _padded_size(q, v)
         o, lse = self.inner.forward(_pad(q, width), _pad(k, width), _pad(v, width), task)
         return cut_columns(o, v.shape[-1]), lse
@@ -60,8 +66,17 @@ class PaddedKernel(Kernel):
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, task: Task
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return dq [B, H, Tq, D], dk [B, H_kv, Tk, D] and dv [B, H_kv, Tk, D_v] of one block, as
-        views of padded tensors. `do`, `o` and `lse` belong to the attention over all keys.
-        Arguments as in `Kernel.backward`."""
+        views of padded tensors.
+
+        Args:
+            do: [B, H, Tq, D_v], the gradient of the attention output over all keys.
+            q: [B, H, Tq, D], the block's queries.
+            k: [B, H_kv, Tk, D], the block's keys.
+            v: [B, H_kv, Tk, D_v], the block's values.
+            o: [B, H, Tq, D_v], the attention output over all keys, not this block's alone.
+            lse: [B, H, Tq], the logsumexp of the scores over all keys.
+            task: the block (a rectangle of queries and keys), and the kernel's options.
+        """
         width = _padded_size(q, v)
         size = q.shape[-1]
         do, q, k, wide_v, o = (_pad(x, width) for x in (do, q, k, v, o))
@@ -84,9 +99,16 @@ class EfficientKernel(Kernel):
     tiling = Tiling(k_block=K_BLOCK // 2, k_forward=K_BLOCK // 2)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, task: Task) -> tuple[Tensor, Tensor]:
-        """Return the output o [B, H, Tq, D_v] and the logsumexp lse [B, H, Tq] of attention over
-        one block's keys alone. `o` has q's dtype. `lse` is a view of a tensor that has more entries
-        for alignment. Arguments as in `Kernel.forward`."""
+        """Return the output o [B, H, Tq, D_v] in q's dtype and the logsumexp lse [B, H, Tq] of
+        attention over one block's keys alone. `lse` is a view of a tensor that has more entries for
+        alignment.
+
+        Args:
+            q: [B, H, Tq, D], the block's queries.
+            k: [B, H_kv, Tk, D], the block's keys.
+            v: [B, H_kv, Tk, D_v], the block's values.
+            task: the block (a rectangle of queries and keys), and the scale.
+        """
         causal = task.block.kind is BlockKind.CAUSAL
         groups = q.shape[1] // k.shape[1]
         o, lse, *_ = kernels.aten._scaled_dot_product_efficient_attention(
@@ -104,9 +126,18 @@ class EfficientKernel(Kernel):
     def backward(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, task: Task
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dq [B, H, Tq, D] in q's dtype, dk [B, H_kv, Tk, D] and dv [B, H_kv, Tk, D_v] in
-        q's dtype or wider, of one block. `do`, `o` and `lse` belong to the attention over all keys.
-        Arguments as in `Kernel.backward`."""
+        """Return dq [B, H, Tq, D] in q's dtype, and dk [B, H_kv, Tk, D] and dv [B, H_kv, Tk, D_v]
+        in q's dtype or wider, of one block.
+
+        Args:
+            do: [B, H, Tq, D_v], the gradient of the attention output over all keys.
+            q: [B, H, Tq, D], the block's queries.
+            k: [B, H_kv, Tk, D], the block's keys.
+            v: [B, H_kv, Tk, D_v], the block's values.
+            o: [B, H, Tq, D_v], the attention output over all keys, not this block's alone.
+            lse: [B, H, Tq], the logsumexp of the scores over all keys.
+            task: the block (a rectangle of queries and keys), and the scale.
+        """
         causal = task.block.kind is BlockKind.CAUSAL
         groups = q.shape[1] // k.shape[1]
         padding = -lse.shape[2] % LSE_ALIGNMENT
@@ -144,14 +175,14 @@ def _pad(x: Tensor, width: int) -> Tensor:
 
 
 def _repeat_heads(x: Tensor, groups: int) -> Tensor:
-    """Repeat each key head for its `groups` query heads, for a kernel without grouped queries: [B,
-    H_kv, T, D] -> [B, H, T, D]."""
+    """Return keys or values `x` with each key head repeated for its `groups` query heads, for a
+    kernel without grouped queries: [B, H_kv, T, D] -> [B, H, T, D]."""
     return x if groups == 1 else x.repeat_interleave(groups, 1)
 
 
 def _sum_heads(x: Tensor, groups: int) -> Tensor:
-    """Sum a gradient over the `groups` query heads of each key head: [B, H, T, D] -> [B, H_kv, T,
-    D], in float32 or wider. This is the backward of `_repeat_heads`."""
+    """Return the gradient `x` summed over the `groups` query heads of each key head: [B, H, T, D]
+    -> [B, H_kv, T, D], in float32 or wider. This is the backward of `_repeat_heads`."""
     if groups == 1:
         return x
     wide = torch.promote_types(x.dtype, torch.float32)

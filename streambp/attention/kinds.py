@@ -81,9 +81,13 @@ def _with_own_masks(
 
 
 def _why_empty_queries(mask: Tensor) -> str | None:
-    """Return why a bidirectional layer with an added mask [B or 1, H or 1, T, T] cannot be chunked;
-    None if each query reads a key, or if the mask is bool. Eager attention returns the mean over
-    all keys for a query that reads no key."""
+    """Return the reason why a bidirectional layer cannot be chunked with a mask that is added to
+    the scores: some query reads no key. Eager attention returns the mean over all keys for this
+    query. None if every query reads a key, or if the mask is bool.
+
+    Args:
+        mask: [B or 1, H or 1, T, T].
+    """
     length = mask.shape[-1]
     if not mask.is_floating_point() or mask.shape[-2] != length or mask.is_meta:
         return None
@@ -96,8 +100,8 @@ def _why_empty_queries(mask: Tensor) -> str | None:
 
 
 class BidirectionalAttention(InterfaceAttention):
-    """Adapter for a layer with bidirectional attention modules (is_causal=False): an encoder's
-    layer, or a decoder's whose mask lets a prefix read ahead."""
+    """Adapter for a layer with bidirectional attention modules (is_causal=False): a layer of an
+    encoder, or of a decoder whose mask is bidirectional within a prefix (a prefix LM)."""
 
     reads_ahead = True
     why_not_split = "its attention is bidirectional, and sequences are split for causal models"
@@ -108,9 +112,10 @@ class BidirectionalAttention(InterfaceAttention):
         """Return the reason why the layer cannot be chunked with its attention_mask; None if it
         can. Accepted are a `LazyMask` and a tensor [B or 1, H or 1, T or 1, T].
 
-        If a module has is_causal=False, the mask alone decides which keys are read. For a causal
-        mask, transformers may pass None to sdpa, which then reads all keys. A layer with such a
-        mask is not chunked. Eager attention always gets a mask.
+        The modules have is_causal=False, so the mask alone decides which keys are read.
+        Transformers may pass None to sdpa in place of a causal mask, and sdpa then reads all keys.
+        Under sdpa a layer with a causal mask is therefore not chunked. Eager attention always gets
+        the mask.
 
         Args:
             layer: the decoder layer.
@@ -171,8 +176,9 @@ EMPTY_ROW_REASON = "a row has no tokens, of which an added mask gives a mean ove
 
 @dataclasses.dataclass(frozen=True)
 class TowerAttention(BidirectionalAttention):
-    """Adapter for a layer of a vision or audio tower, whose attention modules are bidirectional. A
-    tower passes no mask if all keys exist; a text model does so for a causal mask, too.
+    """Adapter for a layer of a vision or audio encoder (a tower), whose attention modules are
+    bidirectional. A call without a mask means that every query reads all keys. A text model may
+    also leave out the mask because the mask is causal.
 
     Attributes:
         why_unchunked: reason why each call of the layer runs unchunked, as text for
@@ -313,8 +319,8 @@ class BiasedAttention(InterfaceAttention):
         context: in forward, and again in backward under torch's checkpoint.
 
         The context makes the layer attend by its own implementation (sdpa or eager). The returned
-        arguments have transformers' own masks. They have T5's bias of all pairs of positions if the
-        layer got the bias of each distance.
+        arguments have transformers' own masks. If the layer got T5's bias of each distance, the
+        arguments have the bias of all pairs of positions instead.
 
         Args:
             configs: the configs of the layer's attention modules, from the method `configs`.
@@ -392,8 +398,9 @@ class SparseAttention(InterfaceAttention):
 
 @dataclasses.dataclass(frozen=True)
 class CacheAttention(NoAttention):
-    """Adapter for a decoder layer that computes its own attention, without transformers' interface,
-    over keys and values that its KV cache returns. See `attention/self_attending.py`.
+    """Adapter for a decoder layer whose own code computes attention, without transformers'
+    attention interface. The code reads the keys and values that `update` of its KV cache returns,
+    so streambp passes a cache object of its own. See `attention/self_attending.py`.
 
     Attributes:
         argument: name of the argument that takes the cache.
@@ -424,8 +431,8 @@ class CacheAttention(NoAttention):
                 documents.
 
         Raises:
-            UnsupportedModelError: position_ids mark packed documents, which the model's recurrent
-                layers separate and this layer's attention does not.
+            UnsupportedModelError: position_ids mark packed documents. The model's recurrent layers
+                would separate the documents, but this layer's attention would not.
         """
         mask = attention_mask_of(arguments)
         length = x.shape[-2]

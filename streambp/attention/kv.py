@@ -102,10 +102,10 @@ class KVBuffer:
 
     @classmethod
     def from_one_chunk(cls, k: Tensor, v: Tensor) -> KVBuffer | None:
-        """Return buffers that are the layer's own K [B, H_kv, T, D] and V [B, H_kv, T, D_v] of all
-        tokens, without a copy.
+        """Return buffers that are the layer's own tensors k [B, H_kv, T, D] and v [B, H_kv, T, D_v]
+        of all tokens, without a copy. Called if the layer's sequence is one chunk.
 
-        Return None if K or V is not contiguous as [B, T, H_kv, D], does not fill its storage, or is
+        Return None if k or v is not contiguous as [B, T, H_kv, D], does not fill its storage, or is
         an inference tensor.
         """
         buffers = k.transpose(1, 2), v.transpose(1, 2)
@@ -117,8 +117,8 @@ class KVBuffer:
         return cls(*buffers, versions=(k._version, v._version))
 
     def pack(self) -> None:
-        """Free the zero columns with which V is padded, until V is read again. Called at the end of
-        forward."""
+        """Free the zero columns with which V is padded for some kernels, at the end of forward. The
+        next read of V pads V again."""
         if self.columns is not None and self.packed is None:
             self.v = cut_columns(self.v, self.columns).contiguous()
             self.packed = self.width
@@ -146,7 +146,8 @@ class KVBuffer:
         return k.transpose(1, 2), v.transpose(1, 2)
 
     def write(self, chunk: Chunk, k: Tensor, v: Tensor) -> None:
-        """Copy a chunk's K [B, H_kv, C, D] and V into the buffers of the whole sequence."""
+        """Copy a chunk's keys `k` [B, H_kv, C, D] and values `v` [B, H_kv, C, D_v] into the buffers
+        of the full sequence, at the chunk's positions."""
         start = chunk.start
         length = chunk.stop - chunk.start
         self.k.narrow(1, start, length).copy_(k.transpose(1, 2))
@@ -281,11 +282,13 @@ class KVTiles:
         self._on_device: dict[int, KVBuffer] = {}
 
     def write(self, chunk: Chunk, k: Tensor, v: Tensor) -> None:
-        """Store a chunk's K [B, H_kv, C, D] and V on the device. K and V of the other chunks leave
-        the device first, except those of the first `resident` chunks.
+        """Store a chunk's keys `k` [B, H_kv, C, D] and values `v` [B, H_kv, C, D_v] on the device.
+        K and V of other chunks leave the device first. Only the first chunks keep theirs there; the
+        attribute `resident` is the number of these chunks.
 
-        The new K and V are also stored on the host if `keeps_all` is True, or if a later chunk
-        reads them after they have left the device.
+        The new K and V are also stored on the host if forward saves all K and V there for backward
+        (`keeps_all`). Otherwise, the host gets only K and V that leave the device before a later
+        chunk reads both.
         """
         self._leave(list(self._on_device))
         k = k.transpose(1, 2).clone(memory_format=torch.contiguous_format)
@@ -305,8 +308,9 @@ class KVTiles:
         chunk, is loaded from the host before its block, and removed from the device after the
         block.
 
-        A tile stays on the device if it is among the first `resident` tiles, belongs to the
-        queries' own chunk, or is needed by the next block.
+        The tile of the queries' own chunk stays on the device, and so does a tile that the next
+        block needs. The first tiles always stay; the attribute `resident` is the number of these
+        tiles.
 
         Args:
             blocks: rectangles of the chunk's queries and of keys, ordered by their keys.
@@ -454,7 +458,8 @@ class PrefixMemory:
             layer's forward, or during its backward.
         saved: host storage of the K and V that forward saves for backward; None: K and V are not
             saved on the host.
-        tiles: the storage that `scratch` created; None: not created since K and V were last freed.
+        tiles: the host storage that `scratch` has created for the running forward or backward;
+            None: no K and V have left the device yet.
     """
 
     plan: ChunkPlan

@@ -29,8 +29,8 @@ ReadTile = Callable[[int, int, int, int], Tensor]
 
 
 def reads(tile: Tensor) -> Tensor:
-    """Return a bool tensor for a part of an attention mask of either kind, True where a query may
-    read a key.
+    """Return a bool tensor for a part of an attention mask, bool or additive: True where a query
+    may read a key.
 
     A bool mask is returned unchanged. An additive mask excludes a key by the lowest number of its
     dtype, or by -inf.
@@ -136,9 +136,9 @@ def find_empty(tile: ReadTile, length: int, device: torch.device) -> tuple[Tenso
     """Find the queries that may read no key, [B or 1, T] in bool; None if every query reads a key.
     Implementations of attention differ in the output of such queries.
 
-    The second result is True if these queries have no effect on other tokens: all heads agree on
-    the queries, and no query reads their keys. The scan costs T^2 mask elements and one
-    synchronization with the device, or two if a query reads no key.
+    The second result is True if tokens with such a query have no effect on other tokens: all heads
+    agree on these queries, and no other query reads the keys of these tokens. The scan costs T^2
+    mask elements and one synchronization with the device, or two if a query reads no key.
 
     Args:
         tile: function (q0, q1, k0, k1) -> [B or 1, H or 1, q, k] in bool, True where a query reads

@@ -49,15 +49,17 @@ class LazyMask:
 
     Attributes:
         description: arguments of transformers' mask function.
-        layout: cached result of `resolve`, for all layers that share the mask; None: no result yet.
+        layout: keys that each query may read, the cached result of `resolve` for all layers that
+            share the mask; None: no result yet.
         bidirectional_layout: cached result of `resolve` for layers whose attention may read ahead;
             None: no result yet.
         full_layout: cached result of `resolve_full_mask` for sequences that are split over ranks;
             None: no result yet.
         document_source: name of the argument that marks the documents of packed rows, and the
             number of documents; None: no documents.
-        ends: a tuple for each row, of 0 and the end positions of its documents. Used for models
-            whose masks ignore documents. None: the description alone defines the documents.
+        ends: a tuple for each row, of 0 and the end positions of its packed documents. Used for
+            models whose mask functions do not separate documents. None: the description alone
+            defines the documents.
         flash_ends: 0 and the end positions of a single row's documents, if the unpatched layer
             attends by FlashAttention, which separates documents that no mask separates. None: there
             are none.
@@ -96,9 +98,9 @@ class LazyMask:
 
     @property
     def has_empty_row(self) -> bool:
-        """True if a row of the batch has no tokens but padding. False for a mask without data. The
-        result is cached, because all layers share the mask and the first call waits for the
-        device."""
+        """True if a row of the batch has no tokens but padding. False for a mask on the meta
+        device, which has no data. The result is cached, because all layers share the mask and the
+        first call waits for the device."""
         if self._has_empty_row is None:
             padding: Tensor | None = self.description.get("attention_mask")
             self._has_empty_row = (
@@ -108,9 +110,10 @@ class LazyMask:
 
     @property
     def has_empty_window(self) -> bool:
-        """True if a query reads no key, because the mask lets the query read padding alone, for
-        example in a sliding window. False for a mask without data. The result is cached, because
-        all layers share the mask. The scan costs T^2 mask elements."""
+        """True if a query reads no key, because all keys that the mask allows are padding. This
+        happens in a sliding window, for example. False for a mask on the meta device, which has no
+        data. The result is cached, because all layers share the mask. The scan costs T^2 mask
+        elements."""
         if self._has_empty_window is None:
             self._has_empty_window = self._find_empty_window()
         return self._has_empty_window
@@ -198,9 +201,10 @@ class DenseMask:
         source: the mask tensor, or the `LazyMask` from which parts are built.
         barriers: positions where no chunk may end, because an earlier query would read a later key.
             [Note: chunk ends]
-        reach: intervals of keys (first key, last key + 1), one for each SCAN_TILE_SIZE (a constant)
-            consecutive queries, which read no other keys. Set if attention has the keys of the full
-            sequence; (): attention has the keys up to the chunk's end.
+        reach: intervals (first key, last key + 1), one for each SCAN_TILE_SIZE (a constant)
+            consecutive queries. The queries read no key outside of the interval. Used in
+            bidirectional layers, where a chunk's queries have the keys of all tokens; (): a chunk's
+            queries have the keys up to the chunk's end.
         caches: results that other modules compute once for this mask.
     """
 
@@ -213,8 +217,9 @@ class DenseMask:
 
     def blocks(self, start: int, stop: int, tiling: Tiling) -> list[Block]:
         """Return rectangles (blocks) that cover queries [start, stop) and their keys. The keys of a
-        block end at its last query if the mask is causal, otherwise at `stop`. If `reach` is set,
-        `reach` alone decides where the keys begin and end.
+        block end at its last query if the mask is causal, otherwise at `stop`. Bidirectional layers
+        set `reach`: the blocks then cover only the interval of keys that `reach` has for the
+        queries.
 
         Args:
             start: first query.
@@ -241,8 +246,9 @@ class DenseMask:
 
     def over_all_keys(self, device: torch.device) -> DenseMask:
         """Return a copy of this mask for a bidirectional layer, in which a chunk's queries have the
-        keys of all tokens, later ones included. Chunks may then end anywhere, so the copy has no
-        `barriers`, and `reach` is set. The result is cached.
+        keys of all tokens, later ones included. The copy has no `barriers`, because chunks may then
+        end anywhere. The copy's `reach` has the intervals of keys that the queries read. The result
+        is cached.
 
         Args:
             device: the device on which to find the keys that are read.
@@ -334,9 +340,10 @@ def resolve(
 def rectangular_spans(
     mask: LazyMask, batch_size: int, length: int, device: torch.device
 ) -> Spans | DenseMask:
-    """Return the keys that each query reads, for attention that may read ahead. The result is one
-    interval for each row if all queries of a row read the same consecutive tokens, else a
-    `DenseMask`.
+    """Return the keys that each query reads, for attention that may read ahead. The result is a
+    `Spans` with one interval for each row if all queries of a row read the same consecutive tokens.
+    Otherwise the result is a `DenseMask`, which tells for each pair of a query and a key if the
+    query reads the key.
 
     Args:
         mask: the mask's description.
@@ -683,8 +690,8 @@ def rows_of(
 
 
 def _remedy_of_ends(ends: list[int], batch_size: int, length: int) -> str:
-    """Return advice for an error message: how the user should change document ends (cu_seq_lens)
-    that do not fit the rows."""
+    """Return advice for an error message: how the user should change the document boundaries `ends`
+    (the values of cu_seq_lens), which do not fit `batch_size` rows of `length` tokens."""
     if batch_size == 1 and ends[:1] == [0] and ends[-1] < length:
         return (
             f"Tokens {ends[-1]} to {length} are in no document: append {length}, so that they are "
@@ -753,7 +760,8 @@ def attention_mask_of(arguments: Mapping[str, Any]) -> Any:
     """Return the mask, among a layer's arguments, that the layer will pass to its attention: the
     first `LazyMask`, or without one the argument attention_mask.
 
-    A padding mask among the arguments may be for other modules of the layer.
+    The argument attention_mask is not always this mask: it may be a padding mask for other modules
+    of the layer.
     """
     for value in arguments.values():
         if type(value) in MASKLESS_TYPES:

@@ -127,7 +127,7 @@ class Prefix:
             chunk makes the same calls.
         memory: limit on the device memory for K and V; None: no limit.
         calls: number of attention calls in a forward of the layer; None: no chunk has ended yet.
-        filled_until: position up to which K and V of all calls are stored.
+        filled_until: number of first positions for which K and V of all attention calls are stored.
         overwritten: True if the layer may write to its attention's output in place.
     """
 
@@ -212,8 +212,8 @@ class Prefix:
         return buffer
 
     def _width(self, index: int) -> int | None:
-        """Return the number of columns to which V of an attention call is padded in its buffer;
-        None: no padding."""
+        """Return the number of columns to which V of attention call number `index` is padded in its
+        buffer; None: no padding."""
         backend = self.backends.get(index)
         return None if backend is None else backend.width
 
@@ -294,9 +294,9 @@ class Prefix:
         return reads
 
     def load_saved(self) -> None:
-        """Load the K and V of all chunks that forward saved, and append them to `kv_storages`: one
-        object for each attention call of the layer. After an error, a second call of this method
-        continues where the first one ended."""
+        """Load the K and V of all chunks that forward saved, and append an object with K and V to
+        `kv_storages` for each attention call of the layer. After an error, a second call of this
+        method continues where the first one ended."""
         assert self.memory is not None
         assert self.memory.saved is not None
         for index, resident in enumerate(self.resident_tiles(backward=True)):
@@ -347,8 +347,8 @@ class Prefix:
                 kv_storage.begin_backward(is_retry)
 
     def drop_buffers(self) -> None:
-        """Free K, V and their gradients on the device. Recomputation or `load_saved` restores K and
-        V."""
+        """Free K, V and their gradients of all attention calls of the layer on the device. Backward
+        recomputes K and V later, or `load_saved` loads them from the host."""
         self.kv_storages = []
         self.filled_until = 0
         if self.memory is not None:
@@ -393,8 +393,8 @@ class ChunkAttention:
             keys.
         bidirectional: True for a layer whose attention modules are bidirectional (is_causal=False),
             so that the mask decides which keys are read.
-        bias_length: number of positions between which T5's bias is needed; None: this object does
-            not read the bias.
+        bias_length: number T of positions between which T5's bias is needed; the bias then has a
+            value for each of 2 T - 1 distances. None: this object does not read the bias.
     """
 
     takes_picks = False
@@ -410,7 +410,8 @@ class ChunkAttention:
         raise NotImplementedError
 
     def finish(self) -> None:
-        """Check and record the chunk's attention calls, after the layer's forward of the chunk."""
+        """Check and record the attention calls of the layer's forward on a chunk. Called after this
+        forward; subclasses define the checks."""
         raise NotImplementedError
 
 
@@ -444,8 +445,13 @@ class FullSequenceKeys(ChunkAttention):
         self.projected: tuple[Tensor, Tensor] | None = None
 
     def read(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Return K [B, H_kv, T, D] and V of all tokens in the second half. Store the chunk's k and
-        v [B, H_kv, C, D] in the first half, and end the layer's forward by `RefillDone`."""
+        """Take the chunk's k and v [B, H_kv, C, D] in place of the layer's cache, and return K [B,
+        H_kv, T, D] and V of all tokens.
+
+        The layer's forward runs twice on a chunk. The first run only computes k and v: this method
+        stores them as `projected`, and raises `RefillDone`, which ends the forward. The second run
+        gets K and V.
+        """
         self.calls += 1
         if self.keys is None:
             self.projected = (k, v)
@@ -456,15 +462,17 @@ class FullSequenceKeys(ChunkAttention):
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor]:
-        """Return k [B, H_kv, C, D] and v of the chunk, after the first half."""
+        """Return the chunk's k [B, H_kv, C, D] and v, after the first of two runs of the layer's
+        forward on the chunk. This run ends when the layer has passed k and v to its cache."""
         assert self.projected is not None
         return self.projected
 
     def finish(self) -> None:
-        """Check, at the end of the layer's forward, that the layer has read keys once.
+        """Check, at the end of the layer's forward on a chunk, that the layer's code has called its
+        cache for keys and values exactly once.
 
         Raises:
-            StreamBPError: the layer has read keys more or fewer times.
+            StreamBPError: the layer has called its cache more or fewer times.
         """
         if self.calls != 1:
             raise StreamBPError(
@@ -520,8 +528,9 @@ class PrefixChunkAttention(ChunkAttention):
     __iter__ = None  # `0.0 in mask` would never end
 
     def __getitem__(self, index: Any) -> PrefixChunkAttention:
-        """Return the object itself. A layer may slice its attention mask for its indexer; the call
-        of the indexer then gets a mask tensor in place of this object.
+        """Return the object itself, for any `index`. A layer with sparse attention may slice its
+        attention mask for its indexer, the module that picks keys. The call of the indexer then
+        gets a mask tensor in place of this object.
 
         Raises:
             TypeError: the layer has no indexer, so the layer itself reads the mask.

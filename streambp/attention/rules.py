@@ -97,7 +97,7 @@ class AttentionShape:
     @property
     def padded(self) -> int:
         """Return the head size, a multiple of 8, to which q, k and v are padded for kernels that
-        require one size. [Note: padded values]"""
+        require one head size for all three. [Note: padded values]"""
         return -(-max(self.size, self.value_size) // 8) * 8
 
     @property
@@ -107,8 +107,13 @@ class AttentionShape:
 
 
 def why_not_fused(call: AttentionShape, platform: Platform) -> Iterator[str]:
-    """Yield the reasons why no fused kernel (FlashAttention, cuDNN and others) can compute the
-    attention call."""
+    """Yield the reasons why no fused kernel (FlashAttention, cuDNN and others) can compute an
+    attention call.
+
+    Args:
+        call: properties of the attention call, such as head sizes and dtype.
+        platform: properties of the device and its software.
+    """
     if call.dropout > 0.0:
         yield f"it has no dropout, and the model's is {call.dropout}"
     if call.softcap is not None:
@@ -133,8 +138,8 @@ def why_not_flash(call: AttentionShape, platform: Platform) -> Iterator[str]:
     FlashAttention-2 checks D % 8, D <= 256 and D_v == D (flash_api.cpp). PyTorch's own attention
     excludes backward for D 200 to 224 on compute capability 8.6, 8.9, 12.0 and 12.1
     (`check_requires_grad_and_head_dim_gt192_...`, sdp_utils.cpp). FlashAttention-3 and -4 behind
-    torch's operators raise and never fall back. Files torch/nn/attention/_fa3.py and _fa4.py list
-    their devices, FlashAttention's own interfaces their head sizes.
+    torch's operators raise and never fall back. The files torch/nn/attention/_fa3.py and _fa4.py
+    list the devices of both. FlashAttention's own interfaces list the head sizes.
     """
     yield from why_not_fused(call, platform)
     if platform.device == "cpu":

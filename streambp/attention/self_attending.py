@@ -88,15 +88,16 @@ class OwnMask:
         return part
 
     def values(self, v: Tensor, chunk: Chunk) -> Tensor:
-        """Return the chunk's v [B, H_kv, C, D], with zeros for tokens whose query reads no key.
-        Such a query reads its own key alone, so its output is 0."""
+        """Return the chunk's v [B, H_kv, C, D], with zeros for tokens whose query reads no key. The
+        chunk's mask lets such a query read its own key, so that its softmax is defined. The output
+        is 0 because v is 0."""
         if self.empty is None:
             return v
         return v.masked_fill(self.empty[:, None, chunk.start : chunk.stop, None], 0.0)
 
     def causal(self, length: int) -> OwnMask:
         """Return a causal mask without padding for the first `length` tokens, of the same dtype and
-        meaning of True as this mask. Test runs of the layer use it."""
+        meaning of True as this mask. Used in test runs of the layer."""
         if self.mask.dim() == 2:
             return OwnMask(torch.ones_like(self.mask[:, :length]))
         if self.mask.dim() == 1:

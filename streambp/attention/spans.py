@@ -116,15 +116,16 @@ class Tiling:
 
     def takes(self, length: int) -> bool:
         """True if the kernel supports a block with `length` queries, or with `length` keys.
-        Otherwise the kernel of `tail` computes the block."""
+        Otherwise another kernel computes the block, with the sizes in the attribute `tail`."""
         return (
             self.min_tokens is None
             or next(few_lengths(length, self.min_tokens, None), None) == length
         )
 
     def queries(self, q0: int, q1: int) -> list[tuple[int, int, Tiling]]:
-        """Return ranges that cover queries [q0, q1), as (start, stop, sizes). The sizes are this
-        `Tiling`, or `tail` for a remainder of fewer than `min_tokens` queries."""
+        """Return ranges that cover queries [q0, q1), as (start, stop, sizes of blocks). The sizes
+        are this object. Only a remainder that is too short for the kernel, with fewer than
+        `min_tokens` queries, gets the sizes of another kernel, `tail`."""
         ranges = list[tuple[int, int, Tiling]]()
         if self.min_tokens is None:
             for start in range(q0, q1, self.q_block or max(1, q1 - q0)):
@@ -140,8 +141,8 @@ class Tiling:
 
     def keys(self, k0: int, k1: int) -> list[tuple[int, int]]:
         """Return ranges (start, stop) that cover keys [k0, k1), each of a length that this kernel
-        prefers. If `min_tokens` is set, the last range may be a shorter remainder, which another
-        kernel computes."""
+        prefers. If the kernel requires at least `min_tokens` keys, the last range may have fewer;
+        another kernel computes this range."""
         ranges = list[tuple[int, int]]()
         if self.min_tokens is None:
             for start in range(k0, k1, self.k_block or max(1, k1 - k0)):
@@ -220,11 +221,11 @@ class Spans:
 
     @classmethod
     def causal(cls, batch_size: int, length: int, window: int | None = None) -> Spans:
-        """Return the keys that each query reads (`Spans`) for rows with one document each and
-        without padding.
+        """Return the keys that each query reads (`Spans`), for `batch_size` rows of `length` tokens
+        with one document each and without padding.
 
-        A query reads all keys up to itself, or with a window the last `window` keys, itself
-        included.
+        A query reads all keys up to itself. If there is a sliding window, the query reads the last
+        `window` keys, itself included.
         """
         return cls(length, ((QueryRun(0, length, 0),),) * batch_size, window)
 
