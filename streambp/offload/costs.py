@@ -142,8 +142,8 @@ class LayerCost(NamedTuple):
         graph: bytes of the layer's autograd graph; 0: unknown.
         tokens: tokens over all rows.
         length: tokens of each row.
-        situations: number of kinds of backward (with frozen weights, without) that have run. `cost`
-            leaves out the Linear outputs that no kind reads.
+        situations: number of kinds of backward that have run; a backward with other frozen weights
+            is another kind. `cost` leaves out Linear outputs that none of these backwards reads.
         arguments: bytes of the layer's arguments beside its input, such as cosines and sines. All
             layers of a device share them; a layer on another device than the model's input has its
             own copies.
@@ -174,12 +174,13 @@ class LayerCost(NamedTuple):
         return Cost(x, attn_out, kv, flops, products, cost.overwritten)
 
     def held_bytes(self, tokens: int, home: torch.device) -> float:
-        """Return the bytes that the layer holds from its forward to its backward if it saves
-        nothing: its input, and copies of its arguments.
+        """Return the bytes of tensors that the layer holds from its forward to its backward, if
+        only the layer's input is saved. A layer on another device than the model's input also holds
+        copies of its arguments, such as cosines and sines.
 
         Args:
             tokens: tokens over all rows.
-            home: device of the model's input, whose layers share their arguments.
+            home: device of the model's input.
         """
         copies = 0.0 if self.device == home else self.arguments
         return (self.cost.x + copies) * tokens / self.tokens
@@ -191,8 +192,8 @@ class LayerCost(NamedTuple):
         Args:
             index: index of the layer.
             tokens: tokens over all rows.
-            options: the tensors that the layer may save one by one. The graph spares their FLOPs
-                together.
+            options: the tensors that the layer may save one by one. The graph spares the sum of
+                their FLOPs.
         """
         size = self.graph * tokens / self.tokens
         spared = sum(option.bytes * option.flops_per_byte for option in options)
@@ -290,25 +291,26 @@ class ObservedCosts:
     arguments: float = 0.0
 
     def clock(self) -> Any:
-        """Return the current device time, for `mark_attention`; None if chunks are not timed."""
+        """Return the device's current time as a timestamp, to be passed to `mark_attention`; None
+        if chunks are not timed."""
         return None if self.engine is None else self.engine.clock()
 
     def mark_attention(self, began: Any) -> None:
-        """Record the device times at which a chunk's attention began and, now, ends. Does nothing
-        if chunks are not timed.
+        """Record the timestamps of the device at the start and the end of a chunk's attention.
+        Called when the attention has ended. Does nothing if chunks are not timed.
 
         Args:
-            began: result of `clock` when the attention began.
+            began: timestamp at the start, the result of `clock`.
         """
         if self.engine is not None:
             self.attention.append((began, self.engine.clock()))
 
     def record_chunk(self, cost: Cost | None = None) -> None:
-        """Record the device time at the start of forward, or at the end of a chunk together with
-        the chunk's bytes and FLOPs.
+        """Record the device's timestamp when the layer's forward begins, and again when each chunk
+        has ended, together with the chunk's bytes and FLOPs.
 
         Args:
-            cost: bytes and FLOPs of the chunk that ended; None: forward begins.
+            cost: bytes and FLOPs of the chunk that has ended; None: forward begins.
         """
         if self.engine is not None:
             self.marks.append(self.engine.clock())
@@ -317,7 +319,7 @@ class ObservedCosts:
 
     def measured_cost(self) -> LayerCost | None:
         """Return the layer's measured bytes and FLOPs, without Linear outputs that no backward
-        reads; None while not every chunk's forward has ended, or before the first backward."""
+        reads. None until the forward of every chunk has ended and a backward has run."""
         if len(self.costs) < self.chunks or not self.unread:
             return None
         unread = frozenset.intersection(
@@ -417,8 +419,8 @@ class SavesChoice:
         chunk: tokens of each chunk over all rows.
         headroom: bytes of the device available for saved tensors, beside all other needs of the
             step. Under offloading the number is not reported.
-        plan: tensors that each layer saves, by the layer's index; an argument of the constructor
-            alone.
+        plan: tensors that each layer saves, by the layer's index; passed to the constructor, and
+            not stored as an attribute.
         measured: the measured forward behind the choice, if saved tensors are copied to the host;
             None: saved tensors stay on the device.
         inputs: bytes of the layers' inputs under offloading, not part of `bytes`; 0 without
@@ -450,9 +452,10 @@ class SavesChoice:
     layers: dict[str, int] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self, plan: dict[int, list[Candidate]]) -> None:
-        """Sum the bytes of all layers' saved tensors by name (`bytes`), count the layers (`layers`)
-        and sum the spared FLOPs (`spared`). Names are in order of the FLOPs that a saved byte
-        spares, most first.
+        """Compute the attributes `bytes`, `layers` and `spared` from the plan. `bytes` has the
+        bytes of all layers by name of the tensor, and `layers` the number of layers. `spared` is
+        the sum of the spared FLOPs. Names are in order of the FLOPs that a saved byte spares, most
+        first.
 
         Args:
             plan: tensors that each layer saves, by the layer's index.
@@ -466,13 +469,15 @@ class SavesChoice:
             self.spared += candidate.bytes * candidate.flops_per_byte
 
     def explain(self, cost: Cost, layers: int, never_leave: tuple[str, ...], full: str) -> None:
-        """Note in `left_out` why tensors are not saved by all layers, under offloading.
+        """Store in `left_out`, for each tensor that some layers do not save, the reason as text.
+        Used if saved tensors are copied to the host.
 
         Args:
             cost: bytes of all layers' tensors.
             layers: number of layers.
-            never_leave: names of the tensors that are computed again faster than copied.
-            full: the reason for other tensors.
+            never_leave: names of the tensors that backward computes again faster than a copy takes.
+            full: the reason for all other tensors, as text: no space on the host, or copies too
+                slow.
         """
         why = self.left_out
         for name in never_leave if cost.attn_out else ():
@@ -529,9 +534,9 @@ class MemoryNeed:
     def bytes_by_layer(
         self, tokens: int, chunk: int, present: float
     ) -> tuple[tuple[float, float], ...]:
-        """Return pairs (index, bytes): the largest number of bytes that a step needs while the
-        layers 0 to `index` wait for their backward, that is after their forward. Saved tensors of
-        these layers must fit beside the bytes.
+        """Return pairs (index, bytes). `bytes` is the largest number of bytes that a step needs
+        while the forward of layers 0 to `index` has run, and their backward has not. Saved tensors
+        of these layers must fit beside these bytes.
 
         Args:
             tokens: tokens over all rows.
@@ -541,8 +546,9 @@ class MemoryNeed:
         raise NotImplementedError
 
     def on_device(self, device: torch.device, costs: Mapping[int, LayerCost]) -> MemoryNeed:
-        """Return the part of the memory that lies on one device, for a model whose layers lie on
-        several. The result is this object, the memory of the full step, if the parts are unknown.
+        """Return the prediction of the memory that a step needs on one device, for a model with
+        layers on several devices. The result is this object, the prediction for the full step, if
+        the devices' parts are unknown.
 
         Args:
             device: the device.
@@ -684,13 +690,14 @@ class Shortage:
     that similar micro-batches leave free.
 
     Attributes:
-        key: equal for similar micro-batches: the device, and tokens of a step and of a chunk. If
-            saved tensors move to the host, the key has the length of a row and
-            `policy.HOST_MARGIN_KEY` in place of the device.
+        key: tuple that is equal for similar micro-batches, of the device and the tokens of a step
+            and of a chunk. If saved tensors move to the host, the tuple has the length of a row and
+            the constant `policy.HOST_MARGIN_KEY` in place of the device.
         headroom: bytes available for saved tensors.
-        planned: bytes of the tensors planned to be saved.
+        planned: bytes of the tensors that the plan of the micro-batch saves.
         planned_by_layer: the bytes in `planned` by layer index.
-        shortfall: most bytes of free memory that were lacking; negative if bytes stayed free.
+        shortfall: largest number of bytes that were lacking at any time; negative if bytes stayed
+            free.
         saves_dropped: True if the saved tensors were freed before their backward.
         failed: True if the device ran out of memory.
         margin: bytes that the next similar micro-batch leaves free, in addition to those that its
@@ -728,10 +735,11 @@ class Shortage:
 
 @dataclasses.dataclass
 class DeviceWatch:
-    """The free memory of one device that is expected while a micro-batch runs, and what is missing.
+    """The free memory that one device is expected to have while a micro-batch runs, and a record of
+    the memory that is lacking.
 
     Attributes:
-        expected: free bytes planned for the start of the device's next layer.
+        expected: free bytes that the plan expects at the start of the device's next layer.
         slack: bytes of free memory that may be lacking before layers save less than planned.
         retries: number of failed allocations of torch's allocator (`num_alloc_retries`) when the
             micro-batch began.
@@ -749,8 +757,9 @@ class DeviceWatch:
     shortage: Shortage | None = None
 
     def learn(self, retries: int, margins: dict[tuple[Any, ...], Shortage]) -> None:
-        """Add the record of missing memory to `margins`, with the margin for the next similar
-        micro-batch. The oldest of too many records is removed.
+        """Store the record of the memory that the micro-batch lacked (`shortage`) in `margins`.
+        First compute from the record how many bytes the next similar micro-batch leaves free. The
+        oldest record is removed if there are too many.
 
         Args:
             retries: number of failed allocations of torch's allocator now.

@@ -91,7 +91,7 @@ class DecodedLinear:
 
 
 def _decode_weight(module: Any) -> Tensor:
-    """Return the dequantized weight [out, in] of a bitsandbytes Linear."""
+    """Return the dequantized weight [out, in] of `module`, a bitsandbytes Linear."""
     from bitsandbytes.functional import dequantize_4bit
 
     with torch.no_grad():

@@ -142,8 +142,13 @@ class Engine:
         """Wait, on the calling thread, until all copies are done."""
 
     def copy(self, queue: str, target: Tensor, source: Tensor) -> None:
-        """Add a copy from `source` to `target` [...], equal in shape and dtype, to
-        `TO_HOST_QUEUE` or `FROM_HOST_QUEUE`."""
+        """Add a copy from `source` to `target` [...], equal in shape and dtype, to a queue.
+
+        Args:
+            queue: `TO_HOST_QUEUE` or `FROM_HOST_QUEUE`.
+            target: the tensor that is overwritten.
+            source: the tensor that is copied.
+        """
         start = time.perf_counter()
         target.copy_(source)
         seconds = time.perf_counter() - start
@@ -181,13 +186,13 @@ class Engine:
         return dict(self._spent)
 
     def clock(self, queue: str = COMPUTE_QUEUE) -> Any:
-        """Return a timestamp of the moment at which a queue reaches this point. `seconds` takes two
-        such timestamps, for example to time a layer's chunks."""
+        """Return a timestamp: the time at which a queue has done all work that is in the queue now.
+        Two timestamps are passed to `seconds`, for example to time a layer's chunks."""
         return time.perf_counter()
 
     def seconds(self, start: Any, stop: Any) -> float:
-        """Return the seconds between two results of `clock`. The call waits until the device has
-        reached `stop`."""
+        """Return the seconds from `start` to `stop`, two timestamps that `clock` has returned. The
+        call waits until the device has reached `stop`."""
         return float(stop - start)
 
     def memory(self) -> DeviceMemory | None:
@@ -324,8 +329,14 @@ class AcceleratorEngine(Engine):
             stream.synchronize()
 
     def copy(self, queue: str, target: Tensor, source: Tensor) -> None:
-        """Add a copy to `target` [...] to the queue's stream and measure its time. The copy is
-        asynchronous if host memory is pinned."""
+        """Add a copy from `source` to `target` [...], equal in shape and dtype, to the stream of a
+        queue, and measure the time of the copy. The copy is asynchronous if host memory is pinned.
+
+        Args:
+            queue: `TO_HOST_QUEUE` or `FROM_HOST_QUEUE`.
+            target: the tensor that is overwritten.
+            source: the tensor that is copied.
+        """
         with self._streams[queue]:
             start = self.clock(queue)
             target.copy_(source, non_blocking=(self._first or self).pinned)
@@ -333,8 +344,8 @@ class AcceleratorEngine(Engine):
         self._add_up()
 
     def _add_up(self) -> None:
-        """Add the times of finished copies and waits to the totals, without waiting for the
-        device."""
+        """Add the times of finished copies, and of compute's waits for copies, to the totals that
+        `queue_seconds` returns. The call does not wait for the device."""
         while self._running and self._running[0][2].query():
             name, start, stop, size = self._running.popleft()
             self._spent[name] += start.elapsed_time(stop) / 1e3
@@ -349,13 +360,15 @@ class AcceleratorEngine(Engine):
         return super().queue_seconds()
 
     def clock(self, queue: str = COMPUTE_QUEUE) -> Any:
-        """Return a CUDA event with timing, recorded in the queue's stream."""
+        """Return a CUDA event with timing, recorded in the queue's stream, as a timestamp for
+        `seconds`."""
         event = torch.Event(self.device, enable_timing=True)
         event.record(self._stream(queue))
         return event
 
     def seconds(self, start: Any, stop: Any) -> float:
-        """Return the seconds between two events of `clock`, after waiting for `stop`."""
+        """Return the seconds from `start` to `stop`, two CUDA events that `clock` has returned,
+        after waiting for `stop`."""
         stop.synchronize()
         return float(start.elapsed_time(stop)) / 1e3
 

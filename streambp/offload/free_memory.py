@@ -87,15 +87,16 @@ class FreeMemory:
         self._limits.clear()
 
     def sees_others(self, device: torch.device) -> bool:
-        """True if the reported free memory of a device includes changes by other processes. A
-        shortage of memory then does not prove a prediction wrong. True for a CPU: its free memory
-        is read again and again. False for a GPU: its driver is queried once for each forward.
-        """
+        """True if the reported free memory of a device includes changes by other processes. If so,
+        a shortage of memory does not prove that the policy's prediction was wrong. True for a CPU:
+        its free memory is read again and again. False for a GPU: its driver is queried once for
+        each forward."""
         return self._limits.get(device) is None
 
     def retries(self, device: torch.device) -> int:
-        """Return how many times torch's allocator has freed its cache because an allocation failed
-        (`num_alloc_retries`). An increase during a micro-batch shows that memory was short."""
+        """Return how many times torch's allocator has freed its cache on `device` because an
+        allocation failed (`num_alloc_retries`). An increase during a micro-batch shows that memory
+        was short."""
         if self._limits.get(device) is None:
             return 0
         return allocator_count(device, "num_alloc_retries")
@@ -113,8 +114,8 @@ def local_ranks() -> int:
 
 
 def _text(path: Path) -> str:
-    """Return the content of a file about memory, such as /proc/meminfo; "" if the file does not
-    exist or has disappeared."""
+    """Return the content of the file `path`, which has numbers about memory, such as /proc/meminfo.
+    Return "" if the file does not exist or has disappeared."""
     try:
         return path.read_text()
     except OSError:

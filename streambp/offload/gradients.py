@@ -52,7 +52,8 @@ class GradientArrival(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, arrival: CopyEvents, *weights: Tensor) -> tuple[Tensor, ...]:
-        """Return views of the weights [...], which a layer's autograd function takes as inputs.
+        """Return views of the weights [...], which a layer's autograd function takes as inputs. The
+        layer's gradients then pass through this function's backward.
 
         Args:
             arrival: list that the layer's backward fills with the events of the gradients' copies.

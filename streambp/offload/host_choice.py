@@ -81,7 +81,9 @@ class ForwardState:
     """State of the policy for the running forward.
 
     Attributes:
-        is_begun: True if the forward has begun, and none of its layers has called yet.
+        is_begun: True after the backbone has announced the forward (`SavesPolicy.begin_forward`),
+            until the first layer asks for a chunk size. The layer then does not announce the
+            forward again.
         chunk_sizes: dict from (rows, tokens of each row) to a chunk's positions in each row.
         host_shape: size of the micro-batch for which the policy has decided whether tensors move to
             the host; None: it has not decided.
@@ -95,7 +97,8 @@ class ForwardState:
 
 
 class StepSpeeds(NamedTuple):
-    """Speed of a step's parts on a device.
+    """Predicted seconds of the parts of a training step on one device, and the speeds that the
+    predictions use.
 
     Attributes:
         forward: seconds of forward's kernels.
@@ -206,7 +209,7 @@ class HostChoice:
     Attributes:
         saved_up_seconds: seconds that moving would have spared in all micro-batches since tensors
             moved last.
-        allowed: False while ranks share sequences; saved tensors then stay on the device.
+        allowed: False while sequences are split over ranks; saved tensors then stay on the device.
         drew: True if a forward without gradients has drawn random numbers; saved tensors then stay
             on the device.
         gain: seconds that moving spares in the last micro-batch, by prediction; 0 if nothing would

@@ -56,15 +56,16 @@ class LinkBudget:
 
     @property
     def is_measured(self) -> bool:
-        """True if a step has measured the device's memory for saved tensors. Copies that are under
-        way then take a part of it. A user's `gpu_memory` is for tensors that stay alone."""
+        """True if the manager's `gpu_memory`, the bytes for saved tensors that stay on the device,
+        was measured in a step. Copies that are under way need a part of these bytes. False if the
+        user has set `gpu_memory`: copies then need device memory in addition."""
         return self.on_device and self.manager.gpu_memory is not None
 
     def room_on_device(self, tokens: int) -> float:
         """Return the bytes of the manager's `gpu_memory` that are free for saved tensors that stay
-        on the device. K and V of one layer and saved tensors of earlier micro-batches are
-        subtracted. K and V come first, because on the host they would be copied for each chunk, and
-        a saved tensor only once.
+        on the device. K and V of the running layer and saved tensors of earlier micro-batches are
+        subtracted. K and V take precedence: on the host they would be copied once for each chunk,
+        and a saved tensor is copied only once.
 
         Args:
             tokens: tokens over all rows.

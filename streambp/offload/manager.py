@@ -199,8 +199,9 @@ class OffloadManager:
         return min(measured_rates, default=None)
 
     def open(self, index: int, device: torch.device) -> HostTensors:
-        """Return the storage for the tensors that one layer saves in this call. A layer index that
-        does not increase starts a new micro-batch.
+        """Return the storage for the tensors that one layer saves in this call. Indices of layers
+        increase within a micro-batch. A new micro-batch starts if the index is not larger than in
+        the call before.
 
         Args:
             index: index of the layer.
@@ -226,8 +227,8 @@ class OffloadManager:
         return HostTensors(self, batch, engine, None if stays else frozenset())
 
     def scratch(self, device: torch.device) -> HostTensors:
-        """Return storage on the host for K and V of all chunks of one layer, for a single forward
-        or backward of the layer."""
+        """Return storage on the host for K and V of all chunks of one layer on `device`. The
+        storage is for a single forward or a single backward of the layer."""
         arena, engine = self.start(device)
         holding = MicroBatchMemory(arena, "prefix")
         self._holdings.add(holding)
@@ -261,9 +262,9 @@ class OffloadManager:
     ) -> TensorEntry | None:
         """Start the copy of a tensor [...] to the host, and return the record of the copy.
 
-        A tensor that does not fit stays on the device, and its record has no copy. The result is
-        None, and the tensor is not saved, if it does not fit, is optional, and `on_host_full` is
-        "recompute".
+        A tensor that does not fit into host memory stays on the device, and the record says that
+        there is no copy. Only an optional tensor is not saved if `on_host_full` is "recompute"; the
+        result is then None.
 
         Args:
             holding: host memory of the micro-batch.
@@ -384,15 +385,20 @@ class HostTensors:
     Tensors saved for backward are read once, from the last chunk to the first. K and V that a
     running layer reads and changes in each chunk are in another storage (`OffloadManager.scratch`).
 
-    Attributes:
+    Args:
+        manager: decides which tensors stay on the device, and starts copies.
+        holding: host memory of the micro-batch.
+        engine: copies between the layer's device and the host.
         staying: names of the tensors that stay on the device while `gpu_memory` has room, in the
             form of `StreamConfig.saves`, with "x" for the layer's input; None: all tensors.
+
+    Attributes:
         bytes: bytes of all tensors that were ever stored.
         resident_bytes: bytes of stored tensors that stay on the device within `gpu_memory`.
 
     Raises:
         HostMemoryError: the host budget is exhausted and `on_host_full` is "raise".
-        BackwardError: a requested tensor does not exist, or not any more.
+        BackwardError: a requested tensor was never stored, or was removed.
     """
 
     copies = True  # the tensors put in may be changed or freed afterwards
@@ -460,7 +466,8 @@ class HostTensors:
                 self._entries[name, chunk] = entry
 
     def has(self, name: str, chunk: int) -> bool:
-        """True if a tensor is stored under this name and chunk."""
+        """True if a tensor is stored under this name, such as "k.0", for the chunk with index
+        `chunk`."""
         return (name, chunk) in self._entries
 
     def finish_copies(self) -> bool:
@@ -484,7 +491,12 @@ class HostTensors:
 
     def load(self, name: str, chunk: int) -> None:
         """Start the copy of a stored tensor to the device, unless the tensor is on the device or on
-        its way."""
+        its way.
+
+        Args:
+            name: name of the tensor in the storage, such as "k.0".
+            chunk: index of the chunk.
+        """
         entry = self._entry(name, chunk)
         holding = self._holding
         if entry.source is not None or entry in holding.arriving:
@@ -502,8 +514,8 @@ class HostTensors:
         self._transfers.bytes[FROM_HOST_QUEUE] += tensor.nbytes
 
     def peek(self, name: str, chunk: int) -> Tensor:
-        """Return a stored tensor [...] on the device, to be read only; the tensor stays in the
-        storage.
+        """Return the tensor [...] stored under `name` for the chunk with index `chunk`, on the
+        device. The caller must not change the tensor, which stays in the storage.
 
         Raises:
             BackwardError: the tensor is the layer's input, stayed on the device, and was changed in
@@ -529,8 +541,8 @@ class HostTensors:
         return tensor
 
     def borrow(self, name: str, chunk: int) -> Tensor:
-        """Return a stored tensor [...] on the device, to be changed and stored again with
-        `save`."""
+        """Return the tensor [...] stored under `name` for the chunk with index `chunk`, on the
+        device. The caller may change the tensor, and then stores the tensor again with `save`."""
         tensor = self.peek(name, chunk)
         entry = self._entries[name, chunk]
         if tensor is entry.source:
@@ -539,13 +551,14 @@ class HostTensors:
         return tensor
 
     def take(self, name: str, chunk: int) -> Tensor:
-        """Return a stored tensor [...] on the device, and remove it from the storage."""
+        """Return the tensor [...] stored under `name` for the chunk with index `chunk`, on the
+        device, and remove the tensor from the storage."""
         tensor = self.peek(name, chunk)
         self.remove(name, chunk)
         return tensor
 
     def remove(self, name: str, chunk: int) -> None:
-        """Remove a tensor from the storage."""
+        """Remove the tensor stored under `name` for the chunk with index `chunk` from the storage."""
         entry = self._entries.pop((name, chunk))
         if entry.budgeted and entry.source is not None:
             self.resident_bytes -= entry.source.nbytes
@@ -580,7 +593,8 @@ class HostTensors:
                 raise
 
     def _read_ahead(self) -> None:
-        """Start the copies of `read_ahead`, without handling a device that has no memory left."""
+        """Start the copies to the device that backward needs next. Called by `read_ahead`, which
+        also handles the error if the device has no memory left."""
         started = 0
         if not self._order:  # forward runs, or the store holds a prefix's tiles
             return

@@ -37,7 +37,7 @@ class Headroom:
 
     Attributes:
         host: bytes of host memory.
-        link: bytes that the link copies to the host while one layer computes forward.
+        link: bytes that can be copied to the host while one layer computes its forward.
         device: bytes of the device for saved tensors of all layers.
         never_leave: names of tensors that are never copied to the host, because computing them
             again is faster than the copy.
@@ -141,13 +141,14 @@ def room_beside_copies(
     candidates: Mapping[int, Sequence[Candidate]],
     chunk_fraction: float,
 ) -> Headroom:
-    """Return a copy of `headroom` with fewer bytes for the link and for the device. Copies need
-    memory of the device until they end. A device with little room therefore copies less.
+    """Return a copy of `headroom` with fewer bytes for saved tensors on the device, and for copies
+    to the host. The reason is that each copy needs device memory until the copy has ended. A device
+    with little free memory therefore copies less.
 
     Args:
         headroom: the bytes that saved tensors may take, if copies needed no memory.
-        inputs: bytes of each layer's input, by the layer's index. The copies of inputs have memory
-            already.
+        inputs: bytes of each layer's input, by the layer's index. Copies of inputs are not counted,
+            because device memory is reserved for these copies already.
         candidates: tensors that each layer may save, by the layer's index.
         chunk_fraction: tokens of a chunk, divided by the tokens of the micro-batch.
     """

@@ -162,7 +162,8 @@ class SavesPolicy:
 
     def begin_forward(self, device: torch.device, with_layers: bool = False) -> None:
         """Record that a forward of the model begins, and read the device's free memory and the
-        model's predictions. A call of the first layer reads nothing if the backbone has called.
+        model's predictions. Nothing is read when the first layer calls after its backbone has
+        called.
 
         Args:
             device: the device of the input.
@@ -202,8 +203,9 @@ class SavesPolicy:
         return self._forward.chunk_sizes[key]
 
     def size(self, batch_size: int, length: int, device: torch.device) -> int:
-        """Return the chunk size in positions of each row with which a step is fastest among the
-        sizes that fit into the memory of all devices. If no size fits, return the smallest."""
+        """Return the chunk size, in positions of each row, with which a step is fastest on a batch
+        of `batch_size` rows and `length` tokens. Only sizes that fit into the memory of all devices
+        are compared; if no size fits, return the smallest. `device` is the first layer's device."""
         figures = self.figures
         self.moving = None
         is_known = figures.need is not None and figures.seconds is not None
@@ -313,8 +315,8 @@ class SavesPolicy:
         return fits, plan, seconds
 
     def _headrooms(self, free: FreeByDevice, tokens: int, chunk: int) -> Headrooms:
-        """Return pairs [index, bytes] of each device: the bytes that saved tensors may take while
-        its layers up to `index` wait for their backward, that is after their forward.
+        """Return pairs [index, bytes] for each device. Saved tensors may take `bytes` on the device
+        while the forward of layers 0 to `index` has run, and their backward has not.
 
         Args:
             free: free bytes of each device.
@@ -485,8 +487,9 @@ class SavesPolicy:
     def _watch(
         self, device: torch.device, free: float, shortage: Shortage, chunk_bytes: float
     ) -> None:
-        """Begin to compare a device's `free` bytes with the plan of the micro-batch that begins.
-        The other arguments are as in `DeviceWatch`."""
+        """Begin to compare the free memory of `device` with the plan of a micro-batch, which begins
+        with `free` bytes. `shortage` is an empty record of the memory that will be lacking.
+        `chunk_bytes` is the number of free bytes that a chunk needs."""
         self._forward.batch.devices[device] = DeviceWatch(
             expected=free - max(0.0, shortage.headroom - shortage.planned),
             slack=IGNORED_FREE_MEMORY_FRACTION * free,
@@ -737,11 +740,11 @@ class SavesPolicy:
         return costs
 
     def graphs(self, tokens: int, device: torch.device) -> tuple[float, float] | None:
-        """Return the bytes of all layers' autograd graphs for `tokens` tokens in one chunk, and the
-        bytes that a step without saved tensors in one chunk leaves free. A micro-batch runs
-        unpatched only if the graphs take a small part of these bytes.
+        """Return two numbers for `tokens` tokens in one chunk: the bytes of all layers' autograd
+        graphs, and the bytes that a step without saved tensors leaves free. A micro-batch runs
+        unpatched only if the graphs take a small part of the free bytes.
 
-        None if either is unknown, or a layer is on another device.
+        None if one of the numbers is unknown, or a layer is on another device than `device`.
         """
         costs = self.learn()
         free = self.free(device)

@@ -45,8 +45,9 @@ REQUIRES_GRADIENT = operator.attrgetter("requires_grad")
 
 @dataclasses.dataclass(eq=False)
 class LayerStandIn:
-    """Stand-in for a `LayerState` where a model is not patched: an object with the attribute
-    `layer`, a decoder layer. The planner uses it to compute the bytes of weights on the host."""
+    """Object with the attribute `layer`, a decoder layer, and nothing else. The planner uses the
+    object in place of a patched layer's `LayerState` to compute the bytes of weights on the
+    host."""
 
     layer: nn.Module
 
@@ -92,8 +93,8 @@ class LayerRange:
         slices: the place of each weight in the memory.
         tensors: all tensors of the layer when the memory was filled, including those that stay on
             the device.
-        wanting: a byte for each of `tensors`, from the same time: 1 if the tensor required a
-            gradient, or 0.
+        wanting: one byte for each of `tensors`: 1 if the tensor required a gradient when the memory
+            was filled, otherwise 0.
         trains: True if weights on the host require a gradient.
     """
 
@@ -217,8 +218,8 @@ class HostRanges:
         return _lay_out(tensors)[1] if tensors else 0
 
     def streamed_tensors(self, index: int) -> dict[int, Tensor]:
-        """Return the tensors [...] of a layer that are in host memory while the layer does not run,
-        by id().
+        """Return a dict from id() to the tensors [...] of layer `index` that are in host memory
+        while the layer does not run.
 
         The result has the layer's frozen tensors, or all tensors if none is frozen. Tensors that
         belong to other modules as well stay on the device.
@@ -268,8 +269,8 @@ class HostRanges:
         self._holders.clear()
 
     def valid_range(self, index: int) -> LayerRange | None:
-        """Return a layer's range of host memory; None if the layer has none, or if the range is
-        outdated and must be filled again.
+        """Return the range of host memory with the weights of layer `index`. None if the layer has
+        no range, or if the range is outdated and must be filled again.
 
         The range is valid while the layer has the same tensors with the same `requires_grad`, and
         the tensors on the host still point into the range.

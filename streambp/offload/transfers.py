@@ -138,7 +138,7 @@ class Transfers:
     """Starts copies of saved tensors to the host, and makes the compute stream wait for them before
     their device memory is freed.
 
-    Copies form groups: the copies of one chunk.
+    The copies of one chunk form a group.
 
     Attributes:
         engines: engines by device. All engines use the same host memory.
