@@ -100,8 +100,8 @@ def why_not(
 
 
 def draws_noise(module: nn.Module) -> bool:
-    """True if the model is in training mode and has a nonzero rate of dropout or of other random
-    noise. Equal tokens of two rows then have different hidden states."""
+    """True if the model `module` is in training mode and has a nonzero rate of dropout or of other
+    random noise. Equal tokens of two rows then have different hidden states."""
     for part in module.modules():
         if not part.training:
             continue
@@ -114,8 +114,8 @@ def draws_noise(module: nn.Module) -> bool:
 
 
 def _embeddings(module: nn.Module) -> nn.Module | None:
-    """Return a backbone's input embeddings; None if transformers finds none. Callers look there for
-    added noise (NEFTune) and for the number of token ids."""
+    """Return the input embeddings of a backbone, `module`. None if transformers finds none. Callers
+    look there for added noise (NEFTune) and for the number of token ids."""
     with contextlib.suppress(NotImplementedError, AttributeError):
         embeddings: nn.Module | None = module.get_input_embeddings()  # type: ignore[operator]
         return embeddings
@@ -125,8 +125,9 @@ def _embeddings(module: nn.Module) -> nn.Module | None:
 def attach_tree(
     tree: PrefixTree, layer_state: LayerState, args: Any, kwargs: Mapping[str, Any]
 ) -> None:
-    """Store the tree of the packed row in each attention mask (`LazyMask`) among a layer's
-    arguments. Attention finds there which keys each token of the packed row may read.
+    """Store the packed row's function `spans` in each attention mask (`LazyMask`) among a layer's
+    arguments. Attention calls the function to learn which keys each token of the packed row may
+    read.
 
     Args:
         tree: the packed row: the batch's tokens in one row, without padding and with shared
@@ -150,9 +151,10 @@ def attach_tree(
 
 
 def check_streamed(layer_state: LayerState) -> None:
-    """Raise UnsharedError unless the layer's last call ran in chunks, with streambp's attention.
-    The layer's own attention would let a token of a packed row read another row's tokens. Called
-    after each layer of a packed row, a row with the tokens of all rows of the batch.
+    """Raise UnsharedError unless the last call of the layer (`layer_state`) ran in chunks, with
+    streambp's attention. The layer's own attention would let a token of a packed row read another
+    row's tokens. Called after each layer of a packed row, a row with the tokens of all rows of the
+    batch.
 
     Raises:
         UnsharedError: the layer ran unchunked.
@@ -184,9 +186,9 @@ class PackedRowTrials:
         self.verdicts: dict[tuple[Any, ...], tuple[str | None, str | None]] = {}
 
     def kind_of(self, kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Return a key of a call, so that one test serves all calls of a key. The key has the names
-        of the arguments, the number of dimensions of position_ids, the autocast dtype and the dtype
-        of parameters.
+        """Return a key for a call of the backbone. One test of packed rows serves all calls with
+        the same key. The key has the names of the arguments, the number of dimensions of
+        position_ids, the autocast dtype and the dtype of parameters.
 
         Args:
             kwargs: the backbone's arguments.
@@ -217,12 +219,13 @@ class PackedRowTrials:
         fork_distance: int,
         on_all_ranks: bool,
     ) -> None:
-        """Test if calls of this kind (`kind_of`) can be computed as a packed row, in which shared
-        prefixes occur once. The backbone runs on rows of random tokens and on their packed row, and
-        the results are compared. Store the reasons against a packed row, or None, in `verdicts`.
+        """Test if calls with the same key as this one (`kind_of`) can be computed as a packed row:
+        the tokens of all rows in one row, with shared prefixes once. The backbone runs on rows of
+        random tokens and on their packed row, and the results are compared. Store the reasons
+        against a packed row, or None, in `verdicts`.
 
         Args:
-            kwargs: the arguments of a call of this kind, which `why_not` has accepted.
+            kwargs: the arguments of this call, which `why_not` has accepted.
             over: the backbone's forward, called with arguments of the test, the packed row or None
                 for the rows, and a list that receives exceptions of layers.
             layer_states: the backbone's decoder layers.
@@ -322,12 +325,18 @@ class PackedRowTrials:
 
 
 def _pack_row(tree: PrefixTree, of_rows: Tensor) -> Tensor:
-    """Return recorded router scores or choices for the tokens of the packed row, [1, N, ...],
-    selected from the records for the rows' tokens, [B, T, ...]. A trial runs the rows first, and
-    then sends each token of the packed row to the same experts.
+    """Return router scores or choices of experts for the tokens of the packed row, [1, N, ...],
+    selected from those of the rows' tokens. A test of packed rows runs the rows first and records
+    these values. The packed row is then run with the same values, so that each token goes to the
+    same experts.
 
     A packed row may end with an additional token, for which nothing was recorded. This token gets
     the last token's integers, and NaN for floats.
+
+    Args:
+        tree: the packed row: the batch's tokens in one row, without padding and with shared
+            prefixes once.
+        of_rows: the recorded values [B, T, ...].
     """
     records = tree.pack(of_rows)
     if tree.extra_position is None:

@@ -49,20 +49,22 @@ def tokens_of(kwargs: Mapping[str, Any]) -> Any:
 
 
 def mask_and_positions(kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Return attention_mask and position_ids; None for an argument that is not passed."""
+    """Return attention_mask and position_ids from a call's arguments `kwargs`, each as None if the
+    call does not have the argument."""
     return kwargs.get(SHARED_INPUTS[1]), kwargs.get(SHARED_INPUTS[2])
 
 
 def _drop_labels(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a call's arguments without `labels` and `shift_labels`, whose shape [B, T] does not
-    fit the packed row. The loss is computed from outputs of the batch's rows."""
+    """Return a call's arguments `kwargs` without `labels` and `shift_labels`, whose shape [B, T]
+    does not fit the packed row. The loss is computed later, from the outputs of the batch's
+    rows."""
     return {name: value for name, value in kwargs.items() if name not in LABELS}
 
 
 def why_not_packed(kwargs: Mapping[str, Any]) -> str | None:
-    """Return the reason, as text for `streambp.describe`, why a call with these arguments needs its
-    rows as they are. None if its tokens can be packed into one row, without padding and with shared
-    prefixes once.
+    """Return the reason, as text for `streambp.describe`, why a call with these arguments must run
+    on the batch's own rows. None if its tokens can be packed into one row, without padding and with
+    shared prefixes once.
 
     Args:
         kwargs: the backbone's arguments.
@@ -182,8 +184,8 @@ def pack_arguments(
 
 
 def trial_arguments(kwargs: Mapping[str, Any], vocabulary: int, padded: bool) -> dict[str, Any]:
-    """Return arguments for a test: the same names as in `kwargs` without labels, for three rows of
-    random tokens that share prefixes.
+    """Return arguments for a test that compares a packed row with its rows: three rows of random
+    tokens that share prefixes. The arguments have the same names as in `kwargs`, without labels.
 
     Args:
         kwargs: a call's arguments.

@@ -277,8 +277,8 @@ class SharedPrefixes:
         on_all_ranks: bool = False,
     ) -> tuple[PrefixTree | str, bool]:
         """Return two values. The first is the packed row for a call, or the reason against a packed
-        row as text. The second is True if the backbone may be tested with the arguments of this
-        call. The backbone does not run.
+        row as text. The second is True if the backbone may be tested on packed rows with the
+        arguments of this call. The backbone does not run here.
 
         An exception is returned as a reason in text, because the user did not request a packed
         row, and the rows can still be computed.
@@ -313,8 +313,8 @@ class SharedPrefixes:
 
     @staticmethod
     def _is_one_row(kwargs: Mapping[str, Any]) -> bool:
-        """True if the batch is one row without a mask, so packing saves nothing. Does not
-        synchronize with the device."""
+        """True if the batch of a call with the arguments `kwargs` is one row without a mask, so
+        that packing saves nothing. Does not synchronize with the device."""
         ids, mask, _ = map(kwargs.get, SHARED_INPUTS)
         return mask is None and isinstance(ids, Tensor) and ids.shape[0] < 2
 
@@ -414,8 +414,8 @@ class SharedPrefixes:
 
     def decline_sharing(self, kwargs: Mapping[str, Any]) -> None:
         """Tell all ranks that this rank uses no packed row in this call, for example because the
-        call runs unpatched. Other ranks may wait for this exchange, which precedes each call
-        (`_agree`). Does nothing if ranks share no parameters.
+        call runs unpatched. Other ranks may wait for this message, because all ranks exchange such
+        messages before each call (`_agree`). Does nothing if ranks share no parameters.
 
         Args:
             kwargs: the backbone's arguments.
@@ -449,18 +449,24 @@ class SharedPrefixes:
 
 def _fork_distance(layer_states: list[LayerState]) -> int:
     """Return the minimum number of tokens between two positions at which rows may branch in a
-    packed row, where rows share the tokens of common prefixes. The result is the largest minimum of
-    all layers.
+    packed row. A packed row has the tokens of all rows, and rows share the tokens of common
+    prefixes. A layer with recurrent states ends a chunk at each branch, and has a minimum number of
+    tokens in a chunk. The result is the largest minimum of all layers.
 
-    A layer with recurrent states ends a chunk at each of these positions.
+    Args:
+        layer_states: the backbone's decoder layers.
     """
     return max((layer_state.kind.states.min_tokens for layer_state in layer_states), default=1)
 
 
 def _chunk_overhead(layer_states: list[LayerState]) -> float:
-    """Return the cost of one more chunk, as a number of tokens that take the same time. Only layers
-    with recurrent states have this cost, because they end a chunk at each branch of the packed row.
-    The result is the average over all layers."""
+    """Return the cost of one more chunk, as a number of tokens that take the same time. The cost is
+    used to decide if a packed row is worth its branches: layers with recurrent states end a chunk
+    at each branch. Other layers have no such cost. The result is the average over all layers.
+
+    Args:
+        layer_states: the backbone's decoder layers.
+    """
     return (
         CHUNK_OVERHEAD_TOKENS
         * sum(layer_state.kind.states.carries for layer_state in layer_states)

@@ -86,8 +86,9 @@ def _flags(module: nn.Module) -> list[dict[str, Any]]:
 
 @dataclasses.dataclass(frozen=True)
 class RowsForward:
-    """Forward of a backbone over the rows of a batch. The batch was computed as one packed row
-    without padding, and this forward runs only if the program then reads values at padding.
+    """The forward of a backbone over the rows of a batch, stored to be run later. The batch was
+    computed as one packed row without padding. The forward over the rows runs only if the program
+    then reads values at padding.
 
     Attributes:
         run: function that runs the forward and returns the backbone's output.

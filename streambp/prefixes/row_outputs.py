@@ -25,7 +25,8 @@ class TokenCopies(torch.autograd.Function):
     sums the gradients of the copies.
 
     A gradient at padding raises, because padding was not computed. Padding gets the first token's
-    values: with zeros, the gradient of code that uses padding might be 0 and raise nothing.
+    values and not zeros. Zeros could make the gradient of code that uses padding 0, so that nothing
+    would raise.
     """
 
     @staticmethod
@@ -150,8 +151,12 @@ def defer_padding(x: LazyHidden, tree: PrefixTree, compute: Callable[[bool], Ten
 
 def _row_pieces(tree: PrefixTree) -> Iterator[tuple[int, slice, slice]]:
     """Yield (row index, columns, positions) for each range of tokens of a batch row that are
-    consecutive in the packed row too. `columns` is a slice of the batch's row, and `positions` a
-    slice of the packed row."""
+    consecutive in the packed row too. `columns` is the range in the batch's row, and `positions`
+    the range in the packed row; both are slices.
+
+    Args:
+        tree: the packed row: the tokens of all rows, without padding and with shared prefixes once.
+    """
     for index, row in enumerate(tree.rows):
         for span in row.packed_spans:
             start = row.column + span.row_start

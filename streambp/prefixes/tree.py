@@ -135,9 +135,10 @@ class PrefixTree:
     def forks(self) -> Forks:
         """Return a pair (start, continued) for each segment of the packed row. `start` is the index
         of the segment's first token. `continued` is the index behind the token that precedes the
-        segment in its batch row, or 0 if the segment begins its batch row. A layer with recurrent
-        states starts the segment with the states that it had at `continued`. The additional token
-        at `extra_position` counts as a segment with `continued` 0."""
+        segment in its batch row, or 0 if the segment begins its batch row. A segment has the tokens
+        of one batch row that no earlier batch row shares. A layer with recurrent states starts the
+        segment from the states at `continued`. The additional token at `extra_position` counts as a
+        segment with `continued` 0."""
         pairs: list[tuple[int, int]] = []
         for segment in self.segments:
             continued = segment.prefix_spans[-1].stop if segment.prefix_spans else 0

@@ -100,8 +100,9 @@ class Documents:
         return {DOCUMENT_ENDS: self._cut[chunk]}
 
     def continues_document(self, chunk: Chunk) -> bool:
-        """True if the chunk's first token continues a document from the chunk before. This document
-        then starts from the chunk's start state; a document that begins here starts from zeros."""
+        """True if the chunk's first token belongs to a document that begins in an earlier chunk.
+        This document goes on from the state at the chunk's start. A document that begins in the
+        chunk starts from zeros."""
         return chunk.start not in self.ends
 
 
@@ -217,7 +218,8 @@ def join_documents(arguments: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return replacements for a layer's document arguments, by name, with which each row is one
     document: seq_idx [B, T], cu_seq_lens_q [2]. Missing arguments are left out.
 
-    The tests that decide in a layer's first call if the layer streams use these arguments.
+    A layer's first call uses these arguments in test runs, which decide if the layer can run in
+    chunks.
 
     Args:
         arguments: the layer's arguments by name.
@@ -235,11 +237,12 @@ def split_documents(arguments: Mapping[str, Any], length: int) -> dict[str, Tens
     several short documents: seq_idx [B, T], cu_seq_lens_q [documents + 1]. Every second row of
     seq_idx has other boundaries. Missing arguments are left out.
 
-    The tests that decide in a layer's first call if the layer streams use these arguments.
+    A layer's first call uses these arguments in test runs, which decide if the layer can run in
+    chunks.
 
     Args:
         arguments: the layer's arguments by name.
-        length: number of tokens of the test.
+        length: number of tokens of the test run.
     """
     replacements = {}
     inner_ends = [end for end in TRIAL_DOCUMENT_ENDS if end < length]
@@ -256,8 +259,8 @@ def split_documents(arguments: Mapping[str, Any], length: int) -> dict[str, Tens
 
 def trial_rows(rows: int, length: int) -> PackedRows:
     """Return boundaries of several short documents for `rows` rows of `length` tokens. Every second
-    row has other boundaries, as in `split_documents`. The tests that decide in a layer's first call
-    if the layer streams use these boundaries."""
+    row has other boundaries. A layer's first call uses these boundaries in test runs, which decide
+    if the layer can run in chunks."""
     ends: list[tuple[int, ...]] = []
     for row in range(rows):
         inner_ends = [end - row % 2 for end in TRIAL_DOCUMENT_ENDS if end < length]
@@ -271,7 +274,7 @@ KernelFunction = Callable[..., Any]
 def document_readers(layer: nn.Module) -> list[tuple[nn.Module, str]]:
     """Return pairs (module, name) for each function in a layer that accepts document boundaries: a
     convolution, a state-space scan or a delta rule. The module's forward calls the function through
-    the global `name`. `wrap_kernel` makes a replacement that gets a chunk's boundaries."""
+    the global `name`. `wrap_kernel` makes a replacement of the function for each chunk."""
     readers = []
     for module in layer.modules():
         forward = written_forward(module)
@@ -282,10 +285,15 @@ def document_readers(layer: nn.Module) -> list[tuple[nn.Module, str]]:
 
 
 def wrap_kernel(function: KernelFunction, documents: Documents, chunk: Chunk) -> KernelFunction:
-    """Return a wrapper of `function`, a convolution, a state-space scan or a delta rule, which
-    passes the document boundaries of this chunk's tokens to every call. The wrapper replaces the
-    function during the chunk's forward, because the layer's own boundaries are those of the full
-    sequence."""
+    """Return a wrapper of a kernel, which passes the document boundaries of this chunk's tokens to
+    every call. The wrapper replaces the kernel while the layer runs on the chunk, because the layer
+    itself would pass the boundaries of the full sequence.
+
+    Args:
+        function: the kernel: a convolution, a state-space scan or a delta rule.
+        documents: the document boundaries of the full sequence.
+        chunk: the chunk's range of positions.
+    """
     tell = {"rule": _tell_rule, "scan": _tell_scan, "conv": _tell_convolution}[
         kind_of(function) or ""
     ]
@@ -293,8 +301,8 @@ def wrap_kernel(function: KernelFunction, documents: Documents, chunk: Chunk) ->
 
 
 def parameters_of(function: Any) -> set[str]:
-    """Return the names of a function's parameters, or of a module's forward, by which kernels are
-    recognized; an empty set for other objects."""
+    """Return the names of the parameters of a function, or of a module's forward. Kernels that
+    accept document boundaries are recognized by these names. The set is empty for other objects."""
     if isinstance(function, nn.Module):
         function = function.forward
     if not callable(function) or isinstance(function, type):
@@ -306,8 +314,9 @@ def parameters_of(function: Any) -> set[str]:
 
 
 def kind_of(function: Any) -> str | None:
-    """Return "rule" for a delta rule, "scan" for a state-space scan or "conv" for a convolution
-    that accepts document boundaries, recognized by its parameters' names; else None."""
+    """Return "rule" for a delta rule, "scan" for a state-space scan or "conv" for a convolution, if
+    `function` accepts document boundaries. The names of its parameters show this. Return None for
+    any other function."""
     parameters = parameters_of(function)
     if parameters >= DELTA_RULE:
         return "rule"

@@ -94,8 +94,8 @@ class ReplacedFunctions:
     """Context manager that replaces functions on module instances while it is open: forwards, or
     functions that forwards call. Exit restores the original functions.
 
-    A class is used instead of a generator, whose frames would keep the layer's tensors in a
-    reference cycle after an exception.
+    This is a class and no generator function: the frame of a generator would keep the layer's
+    tensors in a reference cycle after an exception.
 
     Args:
         attributes: list of (module, attribute name, replacement).
@@ -194,10 +194,9 @@ def _scan(
 
 
 def _convolve(conv: nn.Conv1d, cache: StateCache, x: Tensor) -> Tensor:
-    """Return a causal convolution's output [B, D, C] for a chunk x [B, D, C]. The last inputs
-    before the chunk, from the cache, replace the zero padding. The chunk's last inputs are stored
-    in the cache as its end state.
-    """
+    """Return the output [B, D, C] of the causal convolution `conv` for a chunk x [B, D, C]. The
+    last inputs before the chunk, from the cache, replace the zero padding. The chunk's last inputs
+    are stored in the cache as its end state."""
     inputs_before = conv.kernel_size[0] - 1
     joined = cache.update_conv_state(x, 0, conv_kernel_size=inputs_before)  # [B, D, k - 1 + C]
     # [B, D, k - 1 + C]
@@ -245,8 +244,8 @@ class SelectiveScan:
         self._calls = 0
 
     def __call__(self, u: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Run the scan from the start state in the cache. Takes the original's arguments, with u
-        [B, D, C], and returns the original's results."""
+        """Run the scan from the start state in the cache. Takes the original scan's arguments, with
+        inputs u [B, D, C], and returns the original's results."""
         if u.dtype.itemsize >= 4 or not is_torch_code(self._scan):
             return self._start_and_end(u, *args, **kwargs)
         wide: list[Any] = [_to_float32(x) for x in args]
@@ -275,6 +274,16 @@ class SelectiveScan:
         before the chunk therefore write the start state. If gradients are enabled, tokens added
         behind the chunk read the end state. The end state's gradient in backward goes to the
         outputs of these tokens.
+
+        Args:
+            u: the inputs, [B, D, C].
+            dt: the step sizes, [B, D, C].
+            A, B, C, D: the parameters of the state-space model, as in the original scan.
+            z: the gate, [B, D, C]; None: no gate.
+            delta_bias: [D], added to dt; None: no bias.
+            delta_softplus: True to apply softplus to dt.
+            return_last_state: True to return the end state, too.
+            kwargs: further arguments of the original scan.
         """
         start = self._start
         if start is not None and start.dim() == 4:  # [B, heads, D, N]
@@ -318,7 +327,7 @@ class SelectiveScan:
 
 
 def _to_float32(x: Any) -> Any:
-    """Return a tensor [...] in float32, other values unchanged."""
+    """Return `x` in float32 if `x` is a tensor [...]; return any other value unchanged."""
     return x.float() if isinstance(x, Tensor) else x
 
 

@@ -61,8 +61,9 @@ def mixers_of(layer: nn.Module) -> list[nn.Module]:
 
 def _names(module: nn.Module) -> set[str]:
     """Return the names of all globals and attributes that the code of a module's methods mentions.
-    Names of cache methods and of scans show that the module has recurrent or convolution states.
-    The methods are those of its class and of the base classes below nn.Module."""
+    If the names include methods of a cache or functions that scan, the module has recurrent or
+    convolution states. The methods are those of its class and of the base classes below
+    nn.Module."""
     names: set[str] = set()
     for klass in type(module).__mro__:
         if klass is nn.Module:

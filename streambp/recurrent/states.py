@@ -48,7 +48,7 @@ class StateKey(NamedTuple):
         kind: "conv", "recurrent" or "linear", by the cache method that stores the state; "returned"
             for states that the layer returns.
         layer: the layer's index in its model.
-        number: the state's number in the layer.
+        number: the state's number among the layer's states of this kind.
     """
 
     kind: str
@@ -89,15 +89,20 @@ class StateCache(ChunkCache):
         self.end_states: States = {}
 
     def is_recording_past(self, layer_idx: int) -> bool:
-        """Return True for every layer. transformers' modules would otherwise take a chunk of a
-        single token for decoding, and choose a kernel without a backward."""
+        """Return True for every layer index. If the result were False, transformers' modules would
+        take a chunk of a single token for decoding, and choose a kernel without a backward."""
         return True
 
     def has_previous_state(
         self, layer_idx: int | None = None, state_idx: int | None = None
     ) -> bool:
-        """True if the chunk starts from a state with this layer index and number. None stands for
-        any layer, or any number."""
+        """True if the chunk starts from a recurrent or convolution state with this layer index and
+        number. The first chunk of a sequence starts from no state.
+
+        Args:
+            layer_idx: the layer's index; None: any layer.
+            state_idx: the state's number in the layer; None: any number.
+        """
         for key in self.start_states:
             if layer_idx not in (None, key.layer):
                 continue
@@ -106,12 +111,23 @@ class StateCache(ChunkCache):
         return False
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """Return the convolution's last k inputs before the chunk, [B, D, k]; None if there are
-        none."""
+        """Return the convolution's last k inputs before the chunk, [B, D, k]; None in the first
+        chunk, and if the layer has no state with this number.
+
+        Args:
+            layer_idx: the layer's index.
+            state_idx: the state's number in the layer.
+        """
         return self.start_states.get(StateKey("conv", layer_idx, state_idx))
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """Return the recurrence's state [B, ...] at the chunk's start; None if there is none."""
+        """Return the recurrence's state [B, ...] at the chunk's start; None in the first chunk, and
+        if the layer has no state with this number.
+
+        Args:
+            layer_idx: the layer's index.
+            state_idx: the state's number in the layer.
+        """
         return self.start_states.get(StateKey("recurrent", layer_idx, state_idx))
 
     def update_conv_state(
@@ -153,19 +169,25 @@ class StateCache(ChunkCache):
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any
     ) -> Tensor:
-        """Store recurrent_states [B, ...] as the state at the chunk's end, and return it."""
+        """Store a recurrence's state at the chunk's end, and return the state.
+
+        Args:
+            recurrent_states: the state, [B, ...].
+            layer_idx: the layer's index.
+            state_idx: the state's number in the layer.
+        """
         self.end_states[StateKey("recurrent", layer_idx, state_idx)] = copy_view(recurrent_states)
         return recurrent_states
 
     def get_linear_cache(self, layer_idx: int) -> None:
-        """Return None, as at the start of a sequence. A module of linear attention that gets a
-        state here would take the call for decoding of single tokens. `TorchWithState` therefore
-        passes the start state instead.
-        """
+        """Return None for every `layer_idx`, as at the start of a sequence. A module of linear
+        attention that gets a state here would take the call for decoding of single tokens.
+        `TorchWithState` therefore passes the start state instead."""
         return
 
     def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
-        """Store linear_cache [B, ...] as the state at the chunk's end."""
+        """Store the state `linear_cache` [B, ...] of linear attention at the chunk's end, for the
+        layer with index `layer_idx`."""
         self.end_states[StateKey("linear", layer_idx, 0)] = copy_view(linear_cache)
 
     @property

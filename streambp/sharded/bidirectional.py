@@ -77,8 +77,9 @@ class OneRankShards(Shards):
 class BidirectionalSaves(ShardedSaves):
     """The tensors that a layer call saves for backward if its attention is bidirectional, such as
     inputs of chunks, K and V. Sequences are not split here: the rank that runs the call has all
-    tokens. Free memory may therefore decide which tensors are saved with `saves="auto"`. Ranks of
-    the base class share a sequence and must all save the same tensors."""
+    tokens. The free memory of this rank may therefore decide which tensors are saved with
+    `saves="auto"`. The base class is for ranks that share a sequence. These ranks must all save the
+    same tensors."""
 
     chosen_here = True
     attends_by_chunk = True
@@ -92,11 +93,13 @@ class BidirectionalSaves(ShardedSaves):
 
 
 class BidirectionalCall(ShardedCall):
-    """One call of a decoder layer whose queries read later keys, in several chunks on one rank. The
-    layer is cut in two at its attention, like a layer on several ranks.
+    """One call of a decoder layer whose queries read later keys, run in several chunks on one rank.
+    The layer's forward is cut in two at its attention, because K and V of all tokens must exist
+    before any query attends.
 
     Attributes:
-        mask_layout: the keys that each query may read, and the positions where no chunk may end.
+        mask_layout: the argument `layout`: the keys that each query may read, and the positions
+            where no chunk may end.
     """
 
     has_full_sequence = True
@@ -124,14 +127,15 @@ class BidirectionalCall(ShardedCall):
 def stream_bidirectional(
     layer_state: LayerState, args: Any, kwargs: Any, rows: PackedRows | None, forks: Forks
 ) -> Any:
-    """Compute the forward of a decoder layer whose attention modules are bidirectional, and return
-    its result. A call whose mask is causal runs like a causal layer; any other call is cut at the
-    layer's attention.
+    """Compute the forward of a decoder layer whose attention modules are bidirectional
+    (is_causal=False), and return the layer's result. If queries read later keys, the layer is cut
+    in two at its attention: K and V of all tokens are computed before any query attends. Otherwise
+    chunks run through the layer one after the other.
 
     Args:
         layer_state: the decoder layer, with its settings and test results.
         args, kwargs: the arguments of the layer's forward.
-        rows: documents of packed rows, from position_ids.
+        rows: boundaries of packed documents, from position_ids; None: no packed documents.
         forks: positions at which recurrent states continue from an earlier position.
     """
     if layer_state.kind.attention.adds_bias:
@@ -140,12 +144,16 @@ def stream_bidirectional(
 
 
 def _make(layer_state: LayerState, arguments: Arguments) -> LayerCall:
-    """Return the call of a layer: a `BidirectionalCall`, which cuts the layer at its attention, or
-    an ordinary `LayerCall`.
+    """Return the object for one call of a layer: a `BidirectionalCall`, which computes the parts of
+    the layer before and after attention one after the other, or an ordinary `LayerCall`.
 
-    A layer whose sequence is one chunk is not cut. Any other layer is cut if queries read later
-    keys. The layer is also cut if the mask allows one chunk alone, or only chunks longer than twice
-    the requested chunk size.
+    The result is a `LayerCall` if the sequence is one chunk. Otherwise the result is a
+    `BidirectionalCall` if queries read later keys. A mask that allows one chunk alone, or only
+    chunks longer than twice the requested chunk size, has the same effect.
+
+    Args:
+        layer_state: the decoder layer, with its settings and test results.
+        arguments: the arguments of the layer's forward.
     """
     hidden_states = arguments.hidden_states
     rows, length = hidden_states.shape[-3:-1]

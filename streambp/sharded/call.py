@@ -58,8 +58,8 @@ def keeps(config: StreamConfig, name: str) -> bool:
 
 
 class ShardedSaves(SavedForBackward):
-    """The tensors that a layer call saves for backward where sequences are split over ranks: for
-    the layer's halves before and after attention, and for attention itself.
+    """The tensors that a layer call saves for backward where sequences are split over ranks. Such a
+    layer runs in two halves, before and after its attention, and ranks exchange tensors in between.
 
     Attributes:
         chunk_shards: the chunks of queries whose attention this rank computes.
@@ -92,7 +92,7 @@ class ShardedSaves(SavedForBackward):
 
         1. Inputs of the shard's chunks, with outputs of Linears before attention.
         2. K and V of the full sequences, if saved.
-        3. Attention outputs, unless each is read with its chunk.
+        3. Attention outputs, unless each output is read with its chunk in step 4.
         4. Inputs of the half after attention, last chunk first, with outputs of its Linears.
         5. Inputs of the half before attention, last chunk first, with outputs of its Linears.
         """
@@ -110,8 +110,8 @@ class ShardedSaves(SavedForBackward):
         return order
 
     def second_half_reads(self, index: int) -> list[Access]:
-        """Return (name, chunk index) of the saved tensors from which the half after attention is
-        recomputed on a chunk."""
+        """Return (name, chunk index) of the saved tensors from which the half of the layer after
+        attention is recomputed on the chunk with this index."""
         reads = self.half_reads(index, self.products_after)
         if self.attends_by_chunk:
             reads += self.attention_reads(index)
@@ -126,8 +126,8 @@ class ShardedSaves(SavedForBackward):
 
     def half_reads(self, index: int, linears: list[str]) -> list[Access]:
         """Return (name, chunk index) of the saved tensors from which one half of the layer (before
-        or after attention) is recomputed on a chunk. These are the layer's input, and saved outputs
-        of the half's Linears.
+        or after attention) is recomputed on a chunk. The tensors are the layer's input, and saved
+        outputs of the half's Linears.
 
         Args:
             index: the chunk's index.
@@ -165,6 +165,8 @@ HalfInput = Tensor | tuple[Tensor, Tensor]
 
 class ShardedCall(LayerCall):
     """One call of a decoder layer, on this rank's tokens of sequences that are split over ranks.
+    The layer runs in two halves, before and after its attention, and ranks exchange tensors in
+    between.
 
     Attributes:
         plan: the chunks of this rank's tokens.
@@ -234,8 +236,9 @@ class ShardedCall(LayerCall):
 
     @property
     def attends_by_itself(self) -> bool:
-        """True if the layer's own code computes attention, and not streambp's attention. The
-        layer's second half then gets keys and values in place of attention's output."""
+        """True if the layer's own code computes attention, and not streambp's attention. The layer
+        still runs in two halves. The second half gets K and V of all tokens in place of attention's
+        output."""
         return not self.layer_state.kind.attention.ours
 
     def split(
@@ -266,11 +269,11 @@ class ShardedCall(LayerCall):
         return split
 
     def find_unread_in_halves(self) -> None:
-        """Determine which Linears each half of the layer can skip, because the half does not read
-        their outputs, and store the result in `unread`. The result of a test run is cached for
-        calls of the same kind. Under inference mode autograd records no test run, so the halves
-        skip nothing unless an earlier call has tested them. Must be called inside
-        `LayerCall.prepare_layer`.
+        """Determine which Linears each half of the layer (before and after its attention) can skip,
+        because the half does not read their outputs. Store the result in `unread`. The result of a
+        test run is cached for calls of the same kind. Under inference mode autograd records no test
+        run, so the halves skip nothing unless an earlier call has tested them. Must be called
+        inside `LayerCall.prepare_layer`.
 
         Raises:
             UnsupportedModelError: a kernel that autograd does not record overwrites the layer's
@@ -366,7 +369,8 @@ def _find_skippable(
     """
 
     def results_without(names: LinearNames) -> list[Any]:
-        """Run the half while these Linears return NaN, and return its results."""
+        """Run one half of the layer (before or after attention) while the Linears `names` return
+        NaN. Return the half's outputs, or gradients, which are to be compared."""
         if leaves is None:
             with torch.no_grad(), skip_outputs(linears, names):
                 return run()
@@ -379,8 +383,8 @@ def _find_skippable(
             return gradients_of(run(), leaves)
 
     def equals_expected(results: list[Any]) -> bool:
-        """True if these results, of a run without some Linears, equal those of the run with all
-        Linears."""
+        """True if these results, of a run in which some Linears returned NaN, equal those of a run
+        with all Linears. The Linears can then be skipped."""
         if leaves is None:
             return all(map(torch.equal, results, expected))
         return same_gradients(call, results, expected)
@@ -406,9 +410,9 @@ def _unread_in_halves(
     leaves = call.arguments.leaves(chunk, [True] * len(call.arguments.differentiable))
 
     def run_before() -> list[Tensor]:
-        """Run the layer's forward up to its attention, and return q, k and v. If the layer's own
-        code computes attention (`attends_by_itself`), the second half computes q: return k and
-        v."""
+        """Run the layer's forward up to its attention, and return q, k and v. The result is k and v
+        alone if the layer's own code computes attention (`attends_by_itself`), because q is then
+        computed after this half."""
         chunk_attention = call.split(chunk)
         with random.replay():
             call.run(x, chunk, chunk_attention, leaves)
@@ -419,10 +423,10 @@ def _unread_in_halves(
     half_input, of_attention = _random_attention(call, tensors)
 
     def needed_tensors() -> list[Tensor]:
-        """Run the half before attention, and return the tensors for which some of its Linears may
-        be skipped. This is q: if k and v were saved, backward computes q alone. If the layer's own
-        code computes attention (`attends_by_itself`), q belongs to the second half: return k and
-        v."""
+        """Run the half of the layer before attention, and return only the tensors that backward may
+        need alone. This is q: if k and v were saved, backward recomputes only q, and can skip
+        Linears of k and v. If the layer's own code computes attention (`attends_by_itself`), this
+        half computes k and v alone, and both are returned."""
         tensors = run_before()
         return tensors if call.attends_by_itself else tensors[:1]
 

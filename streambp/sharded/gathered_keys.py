@@ -28,17 +28,17 @@ DEFAULT_KEY_BYTES = 2**30  # bytes for K, V and their gradients on a device with
 
 
 def key_memory_bytes(device: torch.device) -> int:
-    """Return the bytes of device memory that this rank can spend on gathered K and V and their
-    gradients. The ranks take the minimum of their values. That minimum limits the number of heads
-    that are gathered at a time."""
+    """Return the bytes of device memory that this rank can spend on K and V gathered from other
+    ranks, and on their gradients. All ranks then agree on the smallest of their values, which
+    limits the number of heads that are gathered at a time."""
     if not reports_memory(device):
         return DEFAULT_KEY_BYTES
     return int(memory_limit(device) - allocator_bytes(device, "allocated")) // FREE_MEMORY_DIVISOR
 
 
 def collective(names: tuple[str, ...]) -> Callable[..., Any]:
-    """Return the function of torch.distributed with the first of these names that this version of
-    torch has, because torch has renamed collectives."""
+    """Return a collective of torch.distributed, which versions of torch call by different names.
+    The result is the function with the first of `names` that this version has."""
     function: Callable[..., Any] = next(
         getattr(dist, name) for name in names if hasattr(dist, name)
     )
@@ -106,8 +106,8 @@ class GatheredShards(Shards):
         return sinks
 
     def to_sequence_order(self, x: Tensor) -> Tensor:
-        """Return the gathered parts of P ranks, [P, B, T / P, ...], in the order of the sequence:
-        [B, T, ...]."""
+        """Return `x`, the parts of P ranks gathered along a new first dimension, [P, B, T / P,
+        ...], as full sequences [B, T, ...] in the order of the positions."""
         parts = x.transpose(0, 1)  # [B, P, T / P, ...]
         if not self.balanced:
             return parts.flatten(1, 2)
@@ -119,21 +119,23 @@ class GatheredShards(Shards):
         )
 
     def to_rank_parts(self, x: Tensor) -> Tensor:
-        """Return the part of each of P ranks, [P, B, T / P, ...], from full sequences [B, T, ...],
-        as the input of a reduce-scatter. This is the inverse of `to_sequence_order`."""
+        """Return full sequences `x` [B, T, ...] as the parts of P ranks, [P, B, T / P, ...]: the
+        input of a reduce-scatter. This is the inverse of `to_sequence_order`."""
         if self.balanced:
             inverse = self._order(x.device).argsort()
             x = x.unflatten(1, (2 * self.size, -1)).index_select(1, inverse).flatten(1, 2)
         return x.unflatten(1, (self.size, -1)).transpose(0, 1).contiguous()
 
     def check_order(self, positions: Tensor, padding: Tensor | None) -> None:
-        """Check that the ranks hold the sequences in the assumed order: each of the joined
-        position_ids must be its predecessor plus 1, or 0 at a document start.
+        """Check that this rank and the other ranks have the parts of the sequences that torch's
+        context parallelism gives to each. If so, the joined position_ids increase by 1 from token
+        to token, or restart at 0 for a document.
 
         Padding may have any positions.
 
         Args:
-            positions: [1 or B, T], position_ids of all ranks in the assumed order.
+            positions: [1 or B, T], position_ids of all ranks, joined in the order that context
+                parallelism defines.
             padding: [B, T], True for tokens; None: no padding.
 
         Raises:
@@ -158,7 +160,8 @@ class GatheredShards(Shards):
 
     def _order(self, device: torch.device) -> Tensor:
         """Return the permutation that sorts the parts of P ranks, two on each, by position: [2 P].
-        Entry i is the index, in the order of the ranks, of part i of the sequence."""
+        Entry i is the index of the sequence's part i among the parts in the order of the ranks. The
+        result is on `device`."""
         part = torch.arange(2 * self.size, device=device)
         return torch.where(part < self.size, 2 * part, 4 * self.size - 1 - 2 * part)
 
@@ -174,7 +177,7 @@ class GatheredShards(Shards):
 
     def own_gradients(self, sums: list[Tensor], dtype: torch.dtype, heads: int) -> list[Tensor]:
         """Sum dK [B, T, G, D] and dV, the gradients of K and V of full sequences for G heads, over
-        P ranks. Return dk and dv of this rank's tokens, [B, G, T / P, D].
+        P ranks. Return dk and dv [B, G, T / P, D] of this rank's tokens.
 
         Args:
             sums: list of dK and dV in float32 or wider; the list is emptied.

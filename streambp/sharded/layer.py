@@ -109,8 +109,13 @@ def stream_shard(layer_state: LayerState, args: Any, kwargs: Any, shards: Shards
 def _refuse(layer_state: LayerState, args: Any, kwargs: Any, report: CallReport) -> Any:
     """Raise the error for a layer that cannot run in chunks while sequences are split over ranks.
     The layer cannot run unchunked either: its own attention would read only this rank's part of
-    each sequence. `report` contains the reason; the arguments `args` and `kwargs` of the layer's
-    forward are not used."""
+    each sequence.
+
+    Args:
+        layer_state: the decoder layer.
+        args, kwargs: the arguments of the layer's forward; not used.
+        report: contains the reason why the layer cannot run in chunks.
+    """
     reason = report.reason or "the shard is too short to try it in chunks"
     raise UnsupportedModelError(
         f"{type(layer_state.layer).__name__} cannot stream: {reason}. With sequences split over "
@@ -128,7 +133,8 @@ def run_forward_in_halves(call: ShardedCall, keep: bool) -> tuple[Tensor, ...]:
         keep: True: save the tensors that backward needs.
 
     Raises:
-        UnsupportedModelError: dropout draws before or in attention, and sequences are split.
+        UnsupportedModelError: the layer has dropout before or in its attention, and sequences are
+            split over ranks.
     """
     outputs: FullOutputs = {}
     with torch.no_grad(), call.prepare_layer():
@@ -191,8 +197,9 @@ def run_forward_in_halves(call: ShardedCall, keep: bool) -> tuple[Tensor, ...]:
 
 def _queries(call: ShardedCall, parts: list[Tensor]) -> Tensor | None:
     """Remove q [B, H, T / P, D] from `parts`, the list of q, k and v of this rank's tokens. Return
-    the n queries of H' heads whose attention this rank computes, [B, H', n, D]. Return None if the
-    layer's own code computes attention (`attends_by_itself`): `parts` then has only k and v."""
+    the n queries of H' heads whose attention this rank computes, [B, H', n, D], after an exchange
+    with other ranks. Return None if the layer's own code computes attention
+    (`call.attends_by_itself`): `parts` then has only k and v."""
     if call.attends_by_itself:
         return None
     return call.shards.queries(parts.pop(0))
@@ -222,9 +229,9 @@ def _forward_second_half(
     keep: bool,
     is_retry: bool,
 ) -> list[AttentionOutput]:
-    """Compute the half after attention on one chunk, without a graph, and copy its results into
-    `outputs`. Return the attention output that is to be saved with the chunk: a list with one
-    output, or [].
+    """Compute the half of the layer after attention on one chunk, without a graph, and copy the
+    chunk's results into `outputs`. Return the attention output that is to be saved with the chunk:
+    a list with one output, or [].
 
     Args:
         call: the call of the layer.
@@ -272,9 +279,10 @@ def _project(call: ShardedCall, keep: bool) -> list[Tensor]:
 
 
 def _unread_before(call: ShardedCall) -> LinearNames:
-    """Return the names of the Linears that the half before attention skips if more than q is needed
-    of it. The set is empty if this half computes q, k and v. If the layer's own code computes
-    attention (`attends_by_itself`), this half computes only k and v, and skips the Linears of q."""
+    """Return names of Linears to skip when the half of the layer before attention computes all of
+    its tensors. The set is empty if these tensors are q, k and v. If the layer's own code computes
+    attention (`call.attends_by_itself`), the tensors are k and v alone, and the Linears of q are
+    skipped."""
     if call.attends_by_itself:
         return call.unread.for_queries
     return frozenset()
@@ -385,8 +393,9 @@ def _store_attention_settings(call: ShardedCall, chunk_attention: SplitAtAttenti
 
 
 def _full_length_tensor(part: Tensor, length: int) -> Tensor:
-    """Return an uninitialized tensor [B, H, length, D] for a tensor like a chunk's q, k or v
-    [B, H, C, D], with tokens before heads in memory."""
+    """Return an uninitialized tensor [B, H, length, D], with tokens before heads in memory. A
+    chunk's q, k or v, `part` [B, H, C, D], defines the other dimensions, the dtype and the
+    device."""
     rows, heads, _, size = part.shape
     return part.new_empty((rows, length, heads, size)).transpose(1, 2)
 
@@ -394,12 +403,13 @@ def _full_length_tensor(part: Tensor, length: int) -> Tensor:
 def _second_half(
     call: ShardedCall, chunk: Chunk, half_input: HalfInput
 ) -> SplitAtAttention | FullSequenceKeys:
-    """Return the replacement of attention for the half after attention, on one chunk.
+    """Return the replacement of attention with which the layer's forward computes the half after
+    attention, on one chunk.
 
-    This half runs the layer from its start. The random numbers before attention must equal those of
-    the half before attention, so torch's generators are set to that half's state. Before the call
-    the generators must have the state for random numbers from attention on. The replacement gives
-    them this state back at the attention call.
+    The layer's forward then runs from its start, so the code before attention runs once more. This
+    code must draw the same random numbers as in the half before attention. Torch's generators are
+    therefore set to the states stored for that half. The replacement restores the generators'
+    present states when the forward reaches attention.
 
     Args:
         call: the call of the layer.
@@ -420,8 +430,9 @@ def _second_half(
 
 def _replay_generators(call: ShardedCall, chunk: Chunk) -> contextlib.AbstractContextManager[None]:
     """Return a context manager in which torch's generators draw, for this chunk, the same random
-    numbers that the half before attention drew in forward. Afterwards the generators have their
-    previous states again."""
+    numbers as in forward, in the half of the layer before attention. Backward recomputes this half
+    in the context. `call` has the states of the generators. The previous states are restored at the
+    end."""
     if not call.random_before:
         return NULL_CONTEXT
     return call.random_before[chunk.index].replay()
@@ -446,8 +457,12 @@ def run_backward_in_halves(call: ShardedCall, work: BackwardPass) -> None:
 
 def _exchange_again(call: ShardedCall) -> tuple[Tensor | None, Keys]:
     """Return q, and K and V of full sequences, for attention in backward. K and V are read if
-    forward saved them. Tensors that were not saved are recomputed and exchanged between ranks
-    again. q is None if the layer's own code computes attention."""
+    forward saved K and V. Other tensors are recomputed, and exchanged between ranks again. q is
+    None if the layer's own code computes attention.
+
+    Args:
+        call: the call of the layer.
+    """
     saved = call.saved
     count = 3
     unread = _unread_before(call)
@@ -505,8 +520,8 @@ def _differentiate_after(call: ShardedCall, work: BackwardPass, attention: Split
     Args:
         call: the call of the layer.
         work: receives the gradients of the layer's input, arguments and parameters.
-        attention: computes attention, and receives the gradients of its leaves, such as a chunk's
-            attention output.
+        attention: computes attention, and receives the gradients of tensors that the second half
+            gets from attention, such as a chunk's attention output.
     """
     saved = call.saved
     linears = call.layer_state.linears
@@ -584,8 +599,8 @@ def _count_graph_bytes(
 
 
 def _add_to_sums(work: BackwardPass, gradients: list[Tensor | None], is_retry: bool) -> None:
-    """Add a chunk's gradients of parameters to their sums. `is_retry` has no effect: the list has
-    only gradients that are not added yet."""
+    """Add a chunk's gradients of parameters to their sums over chunks in `work`. `is_retry` has no
+    effect: a retry finds in `gradients` only those that the first attempt has not added."""
     work.sums.add(gradients)
 
 

@@ -20,8 +20,8 @@ from streambp.errors import UnsupportedMaskError
 class MaskResult(enum.IntEnum):
     """Result of reading one rank's attention mask for packed documents, from which all ranks derive
     the keys of full sequences. NOTHING: this rank's tokens have no packed documents. KNOWN: the
-    mask separates documents. IGNORED: position_ids mark documents, which the mask does not
-    separate. REFUSED: the mask is not supported."""
+    mask separates packed documents. IGNORED: position_ids mark packed documents, and the mask does
+    not separate these documents. REFUSED: the mask is not supported."""
 
     NOTHING = 0
     KNOWN = 1

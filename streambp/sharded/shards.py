@@ -83,7 +83,7 @@ class Keys:
 
 @dataclasses.dataclass(frozen=True)
 class Shards:
-    """Batch whose sequences DeepSpeed Ulysses has split over P ranks: each rank has T / P
+    """A batch whose sequences DeepSpeed Ulysses has split over P ranks: each rank has T / P
     consecutive tokens of every row. The methods exchange q, k, v and attention outputs between the
     ranks, so that each rank attends with all T tokens of some heads.
 
@@ -138,7 +138,8 @@ class Shards:
         in memory. If there are fewer heads than ranks, heads are repeated.
 
         Raises:
-            UnsupportedModelError: neither number divides the other.
+            UnsupportedModelError: the number of heads is no multiple of the number of ranks, nor
+                the reverse.
         """
         batch, heads, length, width = x.shape
         if heads < self.size and self.size % heads == 0:
@@ -173,8 +174,8 @@ class Shards:
         return sinks.chunk(self.size)[self.rank]
 
     def gather_numbers(self, numbers: list[int]) -> list[list[int]]:
-        """Gather a list of integers from each rank, and return the lists in the order of the ranks.
-        This is a collective: every rank must call the method."""
+        """Gather the list `numbers` of integers from each rank, and return the lists in the order
+        of the ranks. This is a collective: every rank must call the method."""
         assert self.positions is not None
         return [
             row.tolist()
@@ -203,16 +204,17 @@ class Shards:
         return [self.tokens(sums.pop(0).to(dtype).transpose(1, 2), heads) for _ in range(2)]
 
     def to_sequence_order(self, x: Tensor) -> Tensor:
-        """Return the gathered parts of P ranks, [P, B, T / P, ...], in the order of the sequence:
-        [B, T, ...]."""
+        """Return `x`, the parts of P ranks gathered along a new first dimension, [P, B, T / P,
+        ...], as full sequences [B, T, ...] in the order of the positions."""
         return x.transpose(0, 1).flatten(1, 2)
 
     def check_order(self, positions: Tensor, padding: Tensor | None) -> None:
-        """Skip the check of positions, which context parallelism needs: under Ulysses the tokens in
-        the order of the ranks are always in the order of the sequence.
+        """Skip the check of position_ids that context parallelism needs
+        (`GatheredShards.check_order`). Under Ulysses rank r always has part r of each sequence, so
+        no other order is possible.
 
         Args:
-            positions: [1 or B, T], position_ids in this order; not used.
+            positions: [1 or B, T], position_ids of all ranks; not used.
             padding: [B, T], True for tokens; not used.
         """
 

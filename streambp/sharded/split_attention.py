@@ -38,8 +38,9 @@ def part_of(chunk: Chunk) -> tuple[slice, slice, slice]:
 
 
 def params_of(call: ShardedCall, chunk: Chunk) -> AttentionParams:
-    """Return the parameters of attention for a chunk of queries, which has its own seed for
-    attention dropout, and T5's bias if the layer adds one."""
+    """Return the parameters of the layer's attention, such as kernels and scale, for a chunk of
+    queries in `call`. Each chunk has its own seed for attention dropout. The parameters include
+    T5's bias if the layer adds one."""
     params = call.params
     assert params is not None
     if call.bias is not None:
@@ -50,8 +51,8 @@ def params_of(call: ShardedCall, chunk: Chunk) -> AttentionParams:
 
 
 class AllQueriesAttention:
-    """Attention of all queries of this rank, computed before the half of the layer after attention
-    begins, because ranks exchange tensors in between.
+    """Attention of all queries of this rank. The attention is complete before the half of the layer
+    after attention begins, because ranks exchange the attention's output in between.
 
     Args:
         call: the call of the layer.
@@ -119,8 +120,14 @@ class AllQueriesAttention:
         return o, [o]
 
     def begin_backward(self, is_retry: bool) -> None:
-        """Ignore the call, for a retry too (`is_retry`): the backward of a chunk adds nothing to
-        the gradients of K and V, which `gradients` computes for all chunks."""
+        """Skip the preparation for a chunk's backward that other attention objects need before they
+        add to the gradients of K and V. Here the method `gradients` computes these gradients for
+        all chunks at once.
+
+        Args:
+            is_retry: True if the chunk is differentiated a second time, after running out of
+                memory; not used.
+        """
 
     def store_gradients(self, chunk: Chunk, gradients: list[Tensor | None]) -> None:
         """Store the gradient of a chunk's attention output, the leaf that `leaf` has returned.
@@ -261,8 +268,8 @@ class AllQueriesAttention:
 
 
 class ChunkwiseAttention:
-    """Attention of one chunk's queries after the other, on a rank that has all tokens and heads.
-    A chunk's queries attend when the half of the layer after attention reaches the chunk.
+    """Attention computed one chunk of queries at a time, on a rank that has all tokens and heads. A
+    chunk's queries attend right before the half of the layer after attention runs on the chunk.
 
     Args:
         call: the call of the layer.
@@ -430,8 +437,14 @@ class ChunkwiseKeys:
         return (k, v), [k, v]
 
     def begin_backward(self, is_retry: bool) -> None:
-        """Ignore the call, for a retry too (`is_retry`): gradients of K and V are added only when a
-        chunk has ended."""
+        """Skip the preparation for a chunk's backward that other attention objects need. Here a
+        chunk's gradients of K and V are added by `store_gradients`, after the backward of the chunk
+        has succeeded.
+
+        Args:
+            is_retry: True if the chunk is differentiated a second time, after running out of
+                memory; not used.
+        """
 
     def store_gradients(self, chunk: Chunk, gradients: list[Tensor | None]) -> None:
         """Add the gradients [B, H_kv, T, D] of a chunk's leaves, which `leaf` has returned, to
@@ -452,8 +465,8 @@ SplitAttention = AllQueriesAttention | ChunkwiseAttention | ChunkwiseKeys
 
 
 def bytes_of(k: Tensor, v: Tensor) -> int:
-    """Return the device memory in bytes that K [B, T, G, D], V [B, T, G, D_v] and their gradients
-    take in backward. The gradients are in float32 or wider."""
+    """Return the device memory in bytes that K (`k`, [B, T, G, D]), V (`v`, [B, T, G, D_v]) and
+    their gradients take in backward. The gradients are in float32 or wider."""
     wide = torch.promote_types(k.dtype, torch.float32).itemsize
     return (k.numel() + v.numel()) * (k.element_size() + wide)
 
