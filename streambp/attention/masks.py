@@ -193,7 +193,8 @@ class LazyMask:
 @dataclasses.dataclass(frozen=True)
 class DenseMask:
     """Attention mask that may allow any set of keys for a query. Kernels receive parts [B or 1, H
-    or 1, q, k] of the mask: bool (True is read), or added to the scores.
+    or 1, q, k] of the mask: bool (True: the query reads the key), or values that are added to the
+    scores.
 
     Attributes:
         batch_size: rows of the batch.
@@ -266,7 +267,8 @@ class DenseMask:
 
     def tile(self, q0: int, q1: int, k0: int, k1: int, device: torch.device) -> Tensor:
         """Return the mask of queries [q0, q1) and keys [k0, k1) on `device`, [B or 1, H or 1, q,
-        k]. The dtype is bool (True is read), or floating to be added to the scores."""
+        k]. The dtype is bool (True: the query reads the key), or a floating dtype for a mask that
+        is added to the scores."""
         if isinstance(self.source, Tensor):
             return self.source[:, :, q0:q1, k0:k1].to(device)
         description = self.source.description

@@ -22,8 +22,8 @@ def visible_keys(
     layout: Spans | DenseMask, q0: int, q1: int, k0: int, k1: int, device: torch.device
 ) -> Tensor:
     """Return the attention mask of queries [q0, q1) and keys [k0, k1) before an indexer's picks
-    restrict it, [B or 1, H or 1, q, k]. The dtype is bool (True is read) or floating, to be added
-    to the scores.
+    restrict it, [B or 1, H or 1, q, k]. The dtype is bool (True: the query reads the key), or a
+    floating dtype for a mask that is added to the scores.
 
     Args:
         layout: the keys that each query may read.
@@ -78,8 +78,8 @@ class PickedMask(DenseMask):
 
     def tile(self, q0: int, q1: int, k0: int, k1: int, device: torch.device) -> Tensor:
         """Return the mask of queries [q0, q1) and keys [k0, k1) on `device`, [B, H or 1, q, k]. The
-        dtype is bool (True is read), or floating to be added to the scores.
-        """
+        dtype is bool (True: the query reads the key), or a floating dtype for a mask that is added
+        to the scores."""
         assert isinstance(self.source, Tensor)
         read = visible_keys(self.layer_mask, q0, q1, k0, k1, device)
         picks = self.source[:, q0 - self.start : q1 - self.start].long() - k0  # [B, q, k]

@@ -128,7 +128,7 @@ class Prefix:
         memory: limit on the device memory for K and V; None: no limit.
         calls: number of attention calls in a forward of the layer; None: no chunk has ended yet.
         filled_until: number of first positions for which K and V of all attention calls are stored.
-        overwritten: True if the layer may write to its attention's output in place.
+        overwritten: True if the code of the layer writes to the output of attention in place.
     """
 
     def __init__(self, layout: Spans | DenseMask, length: int, attention: str) -> None:
@@ -234,7 +234,8 @@ class Prefix:
     @property
     def backward_bytes(self) -> int:
         """Return the device memory that K, V and their gradients need in backward, in bytes, over
-        all attention calls of the layer. Offloading counts these bytes against `gpu_memory`."""
+        all attention calls of the layer. If saved tensors are moved to the host, these bytes count
+        against the setting `gpu_memory`."""
         return self.length * sum(size.resident + size.sums for size in self.sizes_seen)
 
     def flops(self, chunk: Chunk, attended: AttentionOutput) -> float:

@@ -140,6 +140,10 @@ def why_not_flash(call: AttentionShape, platform: Platform) -> Iterator[str]:
     (`check_requires_grad_and_head_dim_gt192_...`, sdp_utils.cpp). FlashAttention-3 and -4 behind
     torch's operators raise and never fall back. The files torch/nn/attention/_fa3.py and _fa4.py
     list the devices of both. FlashAttention's own interfaces list the head sizes.
+
+    Args:
+        call: properties of the attention call, such as head sizes and dtype.
+        platform: properties of the device and its software.
     """
     yield from why_not_fused(call, platform)
     if platform.device == "cpu":
@@ -210,6 +214,10 @@ def why_not_cudnn(call: AttentionShape, platform: Platform) -> Iterator[str]:
     (`pre_validate_node` of scaled_dot_product_flash_attention.h). Versions 9.11 and 9.12 have a
     known fault near (192, 128) on 9.0. ATen's sdp_utils.cpp allows backward for the two pairs
     from torch 2.14 on (`check_cudnn_d256_bprop_head_dim`).
+
+    Args:
+        call: properties of the attention call, such as head sizes and dtype.
+        platform: properties of the device and its software.
     """
     yield from why_not_fused(call, platform)
     if platform.device != "cuda":
@@ -252,7 +260,8 @@ def why_not_cudnn(call: AttentionShape, platform: Platform) -> Iterator[str]:
 
 
 def prefers_cudnn(platform: Platform) -> bool:
-    """True if torch's own attention takes cuDNN before FlashAttention on this device.
+    """True if torch's own attention prefers cuDNN to FlashAttention on a device with the properties
+    `platform`.
 
     The rule is `check_prefer_cudnn_attention` of ATen/native/transformers/cuda/sdp_utils.cpp, with
     the switch `torch.backends.cuda.cudnn_sdp_enabled()`. The rule requires compute capability 9.0,
@@ -275,12 +284,16 @@ def prefers_cudnn(platform: Platform) -> bool:
 
 
 def why_not_efficient(call: AttentionShape, platform: Platform) -> Iterator[str]:
-    """Yield the reasons why torch's memory-efficient attention cannot attend. Here D and D_v may be
-    any multiples of 8.
+    """Yield the reasons why torch's memory-efficient attention cannot compute an attention call.
+    Here D and D_v may be any multiples of 8.
 
     torch's own attention takes this kernel where the head size is beyond FlashAttention's and
     cuDNN's (512 in Gemma 4's global layers and DeepSeek V4). ROCm has another kernel behind the
     operator, which is not called.
+
+    Args:
+        call: properties of the attention call, such as head sizes and dtype.
+        platform: properties of the device and its software.
     """
     yield from why_not_fused(call, platform)
     if platform.device == "cpu" or platform.hip:

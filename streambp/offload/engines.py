@@ -94,7 +94,7 @@ class Engine:
 
     Attributes:
         name: description for users.
-        pinned: True unless pinning of host memory has failed.
+        pinned: False after an attempt to pin host memory has failed; True before.
     """
 
     name = "copies at once"

@@ -238,8 +238,9 @@ class HostChoice:
         return HostChoice, (self.manager, self.price)
 
     def reset(self) -> None:
-        """Reset the figures of the last decision (`gain`, `unpaid_seconds`), before the decision
-        about the next micro-batch."""
+        """Set the numbers of the last decision to 0, before the decision about the next
+        micro-batch. The numbers are `gain`, the seconds that moving spares, and `unpaid_seconds`,
+        the seconds of pinning that were not yet spared."""
         self.gain = 0.0
         self.unpaid_seconds = 0.0
         self._unsaved = 0.0
@@ -257,10 +258,10 @@ class HostChoice:
         return result
 
     def must_draw_alike(self) -> bool:
-        """True if the running forward and another forward of the batch may have to draw the same
-        random numbers, as in GradCache and in a checkpoint. A step that moves
-        tensors to the host may have other chunk sizes, and then draws other numbers. Saved tensors
-        of such forwards must therefore stay on the device."""
+        """True if the running forward and another forward of the same batch may have to draw the
+        same random numbers. This is so in GradCache and in a checkpoint. A step that moves tensors
+        to the host may have other chunk sizes, and then draws other numbers. Saved tensors of such
+        forwards must therefore stay on the device."""
         return (
             self.drew
             or not torch.is_grad_enabled()
@@ -324,8 +325,8 @@ class HostChoice:
 
     def is_worth_counting(self, unsaved: float, seconds: float) -> bool:
         """True if steps that move tensors must be predicted. The first prediction takes seconds, in
-        which bytes and FLOPs of such a step are counted. Small gains, or a few micro-batches, are
-        not worth it.
+        which bytes and FLOPs of such a step are counted. Small gains, or gains in a few
+        micro-batches only, do not justify these seconds.
 
         Args:
             unsaved: seconds of recomputation that moving may spare at most.

@@ -78,14 +78,14 @@ class OffloadManager:
             layers whose tensors stay on the device.
         gpu_memory: device bytes for K and V of the running layer and for saved tensors that stay;
             None: K and V stay on the device, and all saved tensors leave.
-        engine: replacement for tests; by default an engine is created for the device of the first
-            tensor.
+        engine: object that copies tensors, replaced in tests; None: an engine is created for the
+            device of the first tensor.
 
     Attributes:
         prefix_memory: device bytes for K and V of the running layer alone, which `LinkBudget` may
             determine before `gpu_memory`.
-        workspace: device bytes that K and V of one layer take in backward, the largest layer of
-            this forward.
+        workspace: device bytes that K and V of one layer take in backward, for the layer with the
+            most bytes in this forward.
         staying: names of the tensors that stay on the device, by the layer's index, as chosen by
             the policy; None: the last layers' tensors stay. [Note: two rooms]
         on_demand: True if the policy decides in each micro-batch if tensors leave for the host

@@ -58,7 +58,7 @@ class Placement:
         staying: names of the tensors that stay on the device, by the layer's index. `INPUT_NAME` is
             the layer's input. All other saved tensors leave for the host.
         leaving: bytes of all layers' tensors that leave for the host, by name of the tensor.
-        on_device: bytes that stay on the device.
+        on_device: bytes of inputs and saved tensors that stay on the device.
         sizes: bytes of each layer's input, by the layer's index.
     """
 
@@ -227,8 +227,9 @@ class _PlacementSearch:
 
         Args:
             on_device: price of a byte of the device.
-            on_host: price of a byte of the host. Tensors that spare more FLOPs for each byte are
-                chosen first, in all layers. Other tensors are copied to the host if room is left.
+            on_host: price of a byte of the host. Tensors that spare more FLOPs for each byte than
+                this price are copied first, in all layers. Other tensors are copied to the host if
+                space is left there.
         """
         headroom = self.headroom
         placement = Placement(sizes=self.inputs)

@@ -172,7 +172,8 @@ class HostRanges:
                 self._maps.append((module, module.__dict__.pop(DEVICE_MAP_ATTRIBUTE)))
 
     def remove(self) -> None:
-        """Let `model.to(...)` move the layers again. The weights remain on the host."""
+        """Undo `install`: calls such as `model.to("cuda")` move the layers' weights again. The
+        weights remain on the host until such a call."""
         for layer_state in self.layer_states.values():
             layer_state.layer.__dict__.pop(APPLY_METHOD, None)
         for module, device_map in self._maps:
@@ -203,12 +204,12 @@ class HostRanges:
         self._holders.clear()
 
     def bytes_of(self, index: int, trained: bool = False) -> int:
-        """Return the bytes that a layer's weights take in host memory.
+        """Return the bytes that a layer's weights take in host memory. A layer with frozen weights
+        has only these on the host; a layer without frozen weights has all weights there.
 
         Args:
             index: index of the layer.
-            trained: False: count the layer's frozen weights. True: count the trained weights of a
-                layer that has no frozen ones; 0 for every other layer.
+            trained: False: count frozen weights only. True: count trained weights only.
         """
         tensors = [
             tensor
@@ -456,8 +457,9 @@ def bytes_on_host(
     root: nn.Module, layers: Sequence[nn.Module]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return two tuples with one number for each layer, for the prediction of memory. The first has
-    the host bytes of the layer's frozen weights. The second has the host bytes of its trained
-    weights, or 0 if any weight of the layer is frozen.
+    the host bytes of the layer's frozen weights. The second has the host bytes of the layer's
+    trained weights. This number is 0 if any weight of the layer is frozen, because trained weights
+    then stay on the device.
 
     Args:
         root: the model.

@@ -86,7 +86,8 @@ class MicroBatchMemory:
         last_index: index of the layer whose store was opened last; -1: none.
         stores: weak references to the stores of tensors in the stack (`manager.HostTensors`), one
             for each layer of a forward.
-        free_after: events after which this micro-batch may overwrite the stack's memory.
+        free_after: events of earlier copies from and to the stack's memory; this micro-batch may
+            overwrite the memory after these events.
         arriving: tensors that are being copied to the device, each with the event after its copy.
         retire: `weakref.finalize` that returns the stack to the pool, at most once; its attribute
             `alive` is False afterwards.

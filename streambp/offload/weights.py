@@ -97,8 +97,8 @@ class HostWeights:
     Args:
         root: the model.
         host_memory: limit on host memory in bytes; None: the available memory.
-        engine: replacement for tests; by default an engine is created for the device of the first
-            call.
+        engine: object that copies weights, replaced in tests; None: an engine is created for the
+            device of the first call.
 
     Attributes:
         ranges: host memory of the weights.

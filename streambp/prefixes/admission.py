@@ -226,8 +226,9 @@ class PackedRowTrials:
 
         Args:
             kwargs: the arguments of this call, which `why_not` has accepted.
-            over: the backbone's forward, called with arguments of the test, the packed row or None
-                for the rows, and a list that receives exceptions of layers.
+            over: the backbone's forward, called with three arguments: the arguments of the test,
+                the packed row (None: the test's rows), and a list that receives exceptions of
+                layers.
             layer_states: the backbone's decoder layers.
             fork_distance: minimum number of tokens between two positions at which rows branch.
             on_all_ranks: True if all ranks run this test together, as forwards contain collectives.

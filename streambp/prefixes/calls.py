@@ -117,8 +117,8 @@ class SharedPrefixes:
 
         Args:
             kwargs: the backbone's arguments.
-            over: the backbone's forward, called with arguments and their packed row, or with the
-                rows' arguments and None.
+            over: the backbone's forward. Called either with arguments for the packed row and the
+                packed row itself (a `PrefixTree`), or with the rows' arguments and None.
             layer_states: returns the backbone's decoder layers.
             labels: labels and shift_labels of the language model around the backbone.
             documents: True if the language model's position_ids mark several documents in a row.

@@ -19,8 +19,9 @@ ReadKeys = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class StateCarrier:
-    """Carrier of a layer's recurrent and convolution states from one chunk to the next. The layer
-    gets the states from its cache, or takes the states as an argument and returns new ones.
+    """Object that passes a layer's recurrent and convolution states from one chunk to the next. The
+    layer reads and writes the states in its cache, or takes the states as an argument and returns
+    new states.
 
     Args:
         argument: name of the argument for the cache or the states; "": the layer has no states.

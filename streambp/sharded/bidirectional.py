@@ -97,9 +97,13 @@ class BidirectionalCall(ShardedCall):
     The layer's forward is cut in two at its attention, because K and V of all tokens must exist
     before any query attends.
 
+    Args:
+        layer_state: the decoder layer, with its settings and test results.
+        arguments: the arguments of the layer's forward.
+        layout: the keys that each query may read, and the positions where no chunk may end.
+
     Attributes:
-        mask_layout: the argument `layout`: the keys that each query may read, and the positions
-            where no chunk may end.
+        mask_layout: the argument `layout`.
     """
 
     has_full_sequence = True

@@ -168,9 +168,13 @@ class ShardedCall(LayerCall):
     The layer runs in two halves, before and after its attention, and ranks exchange tensors in
     between.
 
+    Args:
+        layer_state: the decoder layer, with its settings and test results.
+        arguments: the arguments of the layer's forward.
+        shards: the split of the sequences, and the exchanges with other ranks.
+
     Attributes:
         plan: the chunks of this rank's tokens.
-        shards: the split, and the exchanges with other ranks.
         chunk_shards: the chunks of queries whose attention this rank computes.
         params: parameters of attention, such as scale and kernels; None before the first chunk.
         random_before: list of random states, one for each chunk, from which the half before

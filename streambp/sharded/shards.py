@@ -97,6 +97,11 @@ class Shards:
         rank: this rank's index in the group.
         headroom: device memory in bytes that every rank can spend on gathered K and V (context
             parallelism).
+        by: name of the method that splits sequences, for messages.
+        where: the condition under which a layer is unsupported, for error messages.
+        remedy: advice to the user, for error messages.
+        splits: True if sequences are split over ranks; False if one rank has all tokens.
+        gathers_keys: True if K and V are gathered from other ranks (context parallelism).
     """
 
     group: Any
