@@ -113,8 +113,8 @@ def find_reach(tile: ReadTile, length: int, device: torch.device) -> tuple[tuple
 
 
 def move_ends(plan: ChunkPlan, barriers: tuple[Barrier, ...]) -> ChunkPlan:
-    """Return the plan with chunk ends moved away from the positions that `barriers` forbid. A plan
-    of a single chunk is returned unchanged.
+    """Return the plan of a sequence's chunks with chunk ends moved away from the positions that
+    `barriers` forbid. A plan of a single chunk is returned unchanged.
 
     Raises:
         UnsupportedMaskError: only a single chunk would remain.

@@ -44,8 +44,8 @@ MASKLESS_TYPES = frozenset({Tensor, tuple, list, bool, type(None)})
 
 
 class LazyMask:
-    """Attention mask that is not built: the arguments of transformers' mask functions, for example
-    of `sdpa_mask`.
+    """Attention mask stored as the arguments of transformers' mask functions (of `sdpa_mask`, for
+    example), in place of a tensor with T^2 elements.
 
     Attributes:
         description: arguments of transformers' mask function.

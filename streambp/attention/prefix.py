@@ -542,14 +542,14 @@ class PrefixChunkAttention(ChunkAttention):
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Return the output o [B, C, H, D_v] of one attention call in q's dtype, with an autograd
-        graph only if the stage is RECOMPUTE.
+        graph only if backward recomputes the chunk (stage RECOMPUTE).
 
         Args:
             call: q, k and v of the chunk, and the settings of the attention call.
 
         Raises:
-            RefillDone: the stage is REFILL, and K and V of the layer's last attention call are
-                stored.
+            RefillDone: the pass only recomputes K and V (stage REFILL), and K and V of the layer's
+                last attention call are stored.
             BackwardError: backward attends with another scale, dropout or softcap than forward.
             AttentionChoiceError: the configuration names a kernel that cannot attend here.
             StreamBPError: the layer has an indexer and attends more than once.

@@ -426,7 +426,8 @@ class SavesChoice:
         inputs: bytes of the layers' inputs under offloading, not part of `bytes`; 0 without
             offloading.
         on_device: bytes of inputs and saved tensors that stay on the device under offloading.
-        left_out: dict from names of tensors that some or all layers do not save to the reasons.
+        left_out: the reason, as text, for each tensor that some or all layers do not save, by name
+            of the tensor.
         min_free_bytes: smallest number of free bytes on the device during the micro-batch.
         drop_reason: the reason why all saved tensors were freed before their backward; None: no
             tensor was freed.

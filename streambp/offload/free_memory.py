@@ -127,10 +127,11 @@ def _groups(cgroup: Path, members: str) -> tuple[tuple[Path, Path, Path, str], .
     """Return the files with memory limits of this process's Linux control groups (cgroups) and of
     all their parents.
 
-    Each tuple has the files of the limit, of the bytes in use and of the statistics, and the
-    statistic's name for the cache. Parents count because a batch system sets its limit below the
-    root. Versions 1 and 2 are covered; an unlimited group of version 1 has a limit beyond any
-    memory. The result is cached, because training calls this function several times a second.
+    Each tuple has three files, with the limit, the bytes in use and the statistics of a group. The
+    last entry is the statistic's name for the bytes of cached files, which the system can free.
+    Parents count because a batch system may set the limit of a parent. Versions 1 and 2 are
+    covered; an unlimited group of version 1 has a limit beyond any memory. The result is cached,
+    because training calls this function several times a second.
 
     Args:
         cgroup: root folder of the groups.

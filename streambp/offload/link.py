@@ -17,8 +17,8 @@ USABLE_FREE_FRACTION = 0.9  # fraction of a step's free device memory; the rest 
 
 
 class LinkBudget:
-    """Measures, in a model's first forward, how many bytes can be copied to the host during the
-    compute. Later forwards of similar length (within a factor of two) use the result.
+    """Measures, in a model's first forward, how many bytes can be copied to the host while the
+    device computes. Later forwards of similar length (within a factor of two) use the result.
 
     Args:
         manager: moves saved tensors to the host.

@@ -472,7 +472,7 @@ class HostTensors:
 
     def finish_copies(self) -> bool:
         """Free the tensors on the device whose copies to the host were started. The compute stream
-        first waits for these copies. Return True if there were any."""
+        first waits for these copies. Return True if such tensors existed."""
         return self._transfers.release() > 0
 
     def drop(self, names: Callable[[str], bool]) -> set[str]:

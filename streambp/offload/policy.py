@@ -500,8 +500,8 @@ class SavesPolicy:
         )
 
     def _decide_for(self, shape: MicroBatchShape, device: torch.device, free: FreeByDevice) -> None:
-        """Decide if the micro-batch that begins moves saved tensors to the host, unless `size` has
-        decided for a micro-batch of equal shape before. [Note: host by seconds]
+        """Decide if the micro-batch that begins moves saved tensors to the host, unless the method
+        `size` has decided this for a micro-batch of equal shape. [Note: host by seconds]
 
         Args:
             shape: size of the micro-batch.
@@ -638,8 +638,9 @@ class SavesPolicy:
         while they fit; the order is by the FLOPs that a saved byte spares, most first.
 
         Args:
-            headrooms: pairs [index, bytes] of each device as in `_headrooms`; the bytes of the
-                chosen tensors are subtracted in place. Layers on other devices save nothing.
+            headrooms: pairs [index, bytes] for each device: bytes for saved tensors of layers 0 to
+                `index`. The bytes of chosen tensors are subtracted in place. Layers on other
+                devices save nothing.
             indices: indices of the layers.
             tokens: tokens over all rows.
             length: tokens of each row.

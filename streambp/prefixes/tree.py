@@ -207,10 +207,10 @@ class PrefixTree:
         return Spans(self.length, ((*runs, *shared_runs),), window)
 
     def _shared_runs(self) -> Iterator[QueryRun]:
-        """Yield a `QueryRun` for each range of keys in earlier segments and the queries that read
-        the keys, for attention without a sliding window. A segment has the tokens of one batch row
-        that no earlier batch row shares. Neighbouring segments that read the same keys get one
-        `QueryRun` together."""
+        """Yield a `QueryRun` (a range of queries and the keys that they read) for each range of
+        keys in earlier segments, for attention without a sliding window. A segment has the tokens
+        of one batch row that no earlier batch row shares. Neighbouring segments that read the same
+        keys get one `QueryRun` together."""
         edges: set[int] = set()
         for segment in self.segments:
             for span in segment.prefix_spans:
@@ -231,9 +231,9 @@ class PrefixTree:
                 yield QueryRun(q0, q1, k0, k1)
 
     def _shared_runs_within(self, window: int) -> Iterator[QueryRun]:
-        """Yield a `QueryRun` for each range of keys in earlier segments and the queries that read
-        the keys, for attention with a sliding window. A segment has the tokens of one batch row
-        that no earlier batch row shares.
+        """Yield a `QueryRun` (a range of queries and the keys that they read) for each range of
+        keys in earlier segments, for attention with a sliding window. A segment has the tokens of
+        one batch row that no earlier batch row shares.
 
         Args:
             window: number of a row's tokens that a query reads, including the query.

@@ -53,8 +53,9 @@ READ_GATE = 64.0  # silu(64) = 64, and dividing by a power of two rounds nothing
 
 def scans_of(layer: nn.Module) -> list[tuple[nn.Module, str]]:
     """Return pairs (module, name) for the modules inside a layer whose recurrence takes no start
-    state. The module's forward calls the recurrence through the attribute or global `name`, which
-    is to be replaced."""
+    state. The module's forward calls the recurrence through the attribute or global `name`.
+    `use_start_states` replaces this function, so that the recurrence starts from the state at a
+    chunk's start."""
     scans = []
     for module in layer.modules():
         forward = written_forward(module)

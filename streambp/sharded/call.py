@@ -110,8 +110,8 @@ class ShardedSaves(SavedForBackward):
         return order
 
     def second_half_reads(self, index: int) -> list[Access]:
-        """Return (name, chunk index) of the saved tensors from which the half of the layer after
-        attention is recomputed on the chunk with this index."""
+        """Return the keys (name, chunk index) of the saved tensors from which the half of the layer
+        after attention is recomputed on the chunk with this index."""
         reads = self.half_reads(index, self.products_after)
         if self.attends_by_chunk:
             reads += self.attention_reads(index)
@@ -125,9 +125,9 @@ class ShardedSaves(SavedForBackward):
         return 2 if is_before and name not in self.unread.to_differentiate_before else 1
 
     def half_reads(self, index: int, linears: list[str]) -> list[Access]:
-        """Return (name, chunk index) of the saved tensors from which one half of the layer (before
-        or after attention) is recomputed on a chunk. The tensors are the layer's input, and saved
-        outputs of the half's Linears.
+        """Return the keys (name, chunk index) of the saved tensors from which one half of the layer
+        (before or after attention) is recomputed on a chunk. The tensors are the layer's input, and
+        saved outputs of the half's Linears.
 
         Args:
             index: the chunk's index.
@@ -140,8 +140,8 @@ class ShardedSaves(SavedForBackward):
         return reads
 
     def key_reads(self, chunk_shard: ChunkShard) -> list[Access]:
-        """Return (name, chunk index) of the saved K, and of the saved V, at the positions of one
-        chunk.
+        """Return two pairs (name, chunk index), under which K and V at the positions of one chunk
+        are saved.
 
         Args:
             chunk_shard: a chunk of queries whose attention this rank computes.
@@ -149,8 +149,8 @@ class ShardedSaves(SavedForBackward):
         return [(f"{part}.0", chunk_shard.local_chunk.index) for part in "kv"]
 
     def attention_reads(self, index: int) -> list[Access]:
-        """Return (name, chunk index) of the saved attention output, and of the saved logsumexp, for
-        one chunk of queries; [] unless both are saved.
+        """Return two pairs (name, chunk index), under which the attention output and its logsumexp
+        are saved for one chunk of queries; [] unless both are saved.
 
         Args:
             index: index of the chunk.
@@ -435,9 +435,9 @@ def _unread_in_halves(
         return tensors if call.attends_by_itself else tensors[:1]
 
     def run_after() -> list[Tensor]:
-        """Run the half after attention, and return hidden_states and the layer's other outputs.
-        `half_input` replaces attention's output, or k and v if the layer's own code computes
-        attention (`attends_by_itself`)."""
+        """Run the half of the layer after attention, and return hidden_states and the layer's other
+        outputs. `half_input` replaces attention's output, or k and v if the layer's own code
+        computes attention (`attends_by_itself`)."""
         with random.replay():
             output = call.run(x, chunk, call.split(chunk, half_input), leaves)
         assert output is not None

@@ -120,9 +120,9 @@ class AllQueriesAttention:
         return o, [o]
 
     def begin_backward(self, is_retry: bool) -> None:
-        """Skip the preparation for a chunk's backward that other attention objects need before they
-        add to the gradients of K and V. Here the method `gradients` computes these gradients for
-        all chunks at once.
+        """Skip the preparation for a chunk's backward, because nothing is to be prepared. The
+        backward of a chunk adds nothing to the gradients of K and V. The method `gradients`
+        computes these for all chunks at once.
 
         Args:
             is_retry: True if the chunk is differentiated a second time, after running out of
@@ -225,7 +225,8 @@ class AllQueriesAttention:
 
     def _differentiate(self, d_o: Tensor) -> list[Tensor]:
         """Compute the gradients of attention. Return dk and dv [B, H_kv, T / P, D] of this rank's
-        tokens. The gradients of q and of attention sinks overwrite q and `call.sinks`.
+        tokens. The tensors of q and of attention sinks (`call.sinks`) are overwritten by their
+        gradients.
 
         Args:
             d_o: gradient of the output, [B, H', n, D_v].
@@ -437,7 +438,7 @@ class ChunkwiseKeys:
         return (k, v), [k, v]
 
     def begin_backward(self, is_retry: bool) -> None:
-        """Skip the preparation for a chunk's backward that other attention objects need. Here a
+        """Skip the preparation for a chunk's backward, because nothing is to be prepared. The
         chunk's gradients of K and V are added by `store_gradients`, after the backward of the chunk
         has succeeded.
 
