@@ -34,15 +34,19 @@ from streambp.lazy.expression import LogitsReading, Node, TensorOperand, evaluat
 
 
 def rows_per_block(vocabulary: int) -> int:
-    """Return the number of tokens whose logits [n, V] are built at a time, if torch's own
-    operations compute a result from the logits. Larger vocabularies get fewer tokens, so that a
-    block's memory stays the same."""
+    """Return the number of tokens whose logits [n, V] are built at a time. The number falls with
+    the vocabulary size V, so that the memory of a block of logits does not grow.
+
+    Used where torch's own operations compute a result from the logits. The fused kernels have other
+    block sizes.
+    """
     return min(TOKENS_PER_BLOCK, max(1, LOGITS_PER_BLOCK // vocabulary))
 
 
 class StatisticsTerm:
-    """Gradient of logits from softmax statistics (a label's logit, the logsumexp, the mean), by a
-    formula:
+    """Sum of the gradients that reach the logits through softmax statistics of each token: the
+    logit of its label, the logsumexp and the mean of its logits. The gradient of the logits follows
+    by a formula:
 
         d loss / d logits = onehot(label) pick + p lse + mean / V
 
@@ -57,8 +61,9 @@ class StatisticsTerm:
             float32).
 
     Attributes:
-        further: label gradients of positions that have a label already, for example from another
-            loss: a list of tuples (positions, vocabulary entries, gradients), [n] each.
+        further: gradients of further labels at positions that have a label in `pick` already, for
+            example from a second loss. A list of tuples (positions, vocabulary entries, gradients),
+            [n] each.
     """
 
     def __init__(self, projection: Projection, count: int, like: Tensor) -> None:
@@ -69,15 +74,18 @@ class StatisticsTerm:
         self.further: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def add(self, gradient: StatisticsGradient) -> None:
-        """Add the gradients for one tensor that the program computed from the logits, such as each
-        token's log-probability. `gradient` has gradients [N] with respect to each token's softmax
-        statistics: its label's logit, the logsumexp and the mean of its logits. The sums are
-        `pick`, `lse` and `mean` [M], for M positions of the logits. Backward calls this method once
-        for each such tensor, before `compute_gradients` uses the sums.
+        """Add the gradients of one result: a tensor that the program computed from the logits, for
+        example each token's log-probability. Backward calls this method once for each result, and
+        computes the gradient of the logits afterwards.
 
-        A position's label is stored in `labels` and its gradient in `pick`, one label for each
-        position. If a position occurs twice in `gradient`, or has a label from an earlier call, all
-        label gradients of this call are appended to the list `further`.
+        The gradients of logsumexp and mean are added to the sums `lse` and `mean`. The gradient of
+        a label's logit is stored in `pick`, and the label in `labels`, one for each position. The
+        labels and gradients of this call are appended to `further` instead, if one of the positions
+        occurs twice or has a label from an earlier call.
+
+        Args:
+            gradient: gradients [N] of each token's softmax statistics: the logit of its label, the
+                logsumexp and the mean of its logits.
         """
         positions = gradient.positions
         if gradient.pick is not None:
@@ -96,25 +104,26 @@ class StatisticsTerm:
         self.has_mean |= gradient.mean is not None
 
     def touched_positions(self, count: int) -> Tensor:
-        """Return a bool tensor [M]: True for positions whose logits have a gradient other than
-        zero. Backward recomputes the logits of these positions alone. `count` is M, the number of
-        positions."""
+        """Return a bool mask [M] of the positions whose logits have a gradient other than zero.
+        Backward recomputes the logits of these positions alone.
+
+        Args:
+            count: M, the number of positions.
+        """
         mask = (self.pick != 0) | (self.lse != 0) | (self.mean != 0)
         for positions, _, gradient in self.further:
             mask[positions[gradient != 0]] = True
         return mask
 
     def assign_rows(self, row_of: Tensor | None, edges: Sequence[int]) -> None:
-        """Replace positions by row numbers in `further`. Backward recomputes hidden states only at
-        positions whose logits have a gradient, and numbers these positions as rows.
-
-        `further` has the label gradients of positions that have a label already, for example from
-        another loss. An entry is a tuple (positions, vocabulary entries, gradients), [n] each.
+        """Replace the positions in `further` by row numbers. Called before backward recomputes
+        logits: only positions whose logits have a gradient are recomputed, and these positions are
+        numbered as rows.
 
         Args:
-            row_of: the row number of each of the M positions of the logits, [M]; None: the row
-                number is the position.
-            edges: first row of each block, and the end of the last block; not read here.
+            row_of: [M], the row number of each position; None: all positions are recomputed, and a
+                position is its own row number.
+            edges: first row of each block, and the end of the last block; not used by this class.
         """
         if row_of is not None:
             self.further = [
@@ -122,15 +131,16 @@ class StatisticsTerm:
             ]
 
     def add_to(self, total: Tensor, product: Tensor, positions: Tensor, block: slice) -> None:
-        """Add this term's gradient of one block's matrix products to `total` [n, V]. A term is the
-        gradient from one use of the logits. Backward calls this method of every term for a block,
-        before the sum reaches hidden states and weights.
+        """Add this object's part of the gradient of one block of matrix products to `total` [n, V].
+        Called for each block during backward. Other objects add the gradients from other uses of
+        the logits.
 
         Args:
-            total: sum of the gradients of the block's matrix products, over all terms.
+            total: sum of the gradients of the block's matrix products, over all uses of the logits.
             product: [n, V], matrix products of the output projection.
             positions: [n], positions of the block's tokens.
-            block: the block's range of rows.
+            block: the block's range of rows, where rows number the positions that backward
+                recomputes.
         """
         token_gradients = self.read(product, positions)
         logits = self.projection.logits(product)
@@ -145,8 +155,8 @@ class StatisticsTerm:
         total += self.projection.backward(grad, logits)
 
     def read(self, product: Tensor, positions: Tensor) -> TokenGradients:
-        """Return the inputs for the logits' gradient at `positions` [n]: this term's gradients of
-        the softmax statistics, and the logsumexp.
+        """Return what the gradient of the logits at n positions is computed from: gradients of
+        softmax statistics, and the logsumexp.
 
         Args:
             product: [n, V], the tokens' matrix products, from which the logsumexp is recomputed.
@@ -165,16 +175,17 @@ class StatisticsTerm:
 
 @dataclasses.dataclass(frozen=True)
 class StatisticsGradient:
-    """Gradients that autograd passed to the softmax statistics of N tokens, [N] each; None: no
-    gradient. `LazyResult` stores this record in backward, and `StatisticsTerm` adds it to the
-    gradient of the logits.
+    """Gradients of softmax statistics of N tokens, for one result that the program computed from
+    the logits. Autograd has computed these gradients, [N] each; None: no gradient. `StatisticsTerm`
+    turns the sum over all results into the gradient of the logits.
 
     Attributes:
-        projection: the map from the output projection's matrix products to logits.
+        projection: the map from the output projection's matrix products to logits: scale, softcap
+            and temperature.
         positions: [N], index of each token's hidden state.
         unique: True if all positions differ.
-        labels: [N], the vocabulary entry of each token whose logit is a statistic; None:
-            no label's logit.
+        labels: [N], the vocabulary entry of each token whose logit is a statistic; None: no label's
+            logit is a statistic.
         pick: gradients of the logits of `labels`.
         lse: gradients of the logsumexp.
         mean: gradients of the logits' mean.
@@ -189,9 +200,8 @@ class StatisticsGradient:
     mean: Tensor | None = None
 
     def scale_gradients(self, factor: Tensor) -> StatisticsGradient:
-        """Return a copy with all gradients [N], one for each of the N tokens, multiplied by
-        `factor` [1]. The factor is an engine's loss scale, which a hook on the logits applies in
-        backward before the gradients of hidden states are computed."""
+        """Return a copy with all gradients [N] multiplied by `factor` [1]. The factor is an
+        engine's loss scale: DeepSpeed, for example, scales gradients by a hook on the logits."""
         pick, lse, mean = (
             None if g is None else g * factor for g in (self.pick, self.lse, self.mean)
         )
@@ -200,18 +210,19 @@ class StatisticsGradient:
 
 @dataclasses.dataclass
 class NodeTerm:
-    """Gradient of logits from a recorded function, a computation from logits that runs block by
-    block. Used for functions without a formula of their own, such as topk. Backward reruns the
-    function under autograd.
+    """Gradient that reaches the logits through a recorded function: operations on logits, run block
+    by block. Used for operations without a gradient formula of their own (topk, for example).
+    Backward runs the operations again under autograd.
 
     Attributes:
-        node: the recorded function of N tokens; its inputs are flat, [N] or [N, k].
+        node: the recorded function of N tokens; its inputs are [N] or [N, k].
         reading: the logits to differentiate, one of the function's inputs.
         gradients: gradient [N, ...] of each result of the function; None: no gradient.
-        entries: indices into the N tokens, one tensor for each block of rows.
-        row_of: [M], the index of each position of the logits among the rows that backward computes;
-            None: backward computes all positions.
-        blocks: number of blocks added so far.
+        entries: indices into the N tokens, one tensor for each block of rows. Rows number the
+            positions that backward recomputes.
+        row_of: [M], the row of each position of the logits; None: backward recomputes all
+            positions.
+        blocks: number of blocks that `add_to` has processed.
     """
 
     node: Node
@@ -222,27 +233,31 @@ class NodeTerm:
     blocks: int = 0
 
     def scale_gradients(self, factor: Tensor) -> NodeTerm:
-        """Return a copy with the gradients [N, ...] of the function's results, for N tokens,
-        multiplied by `factor` [1] and rounded to each gradient's dtype. The factor is an engine's
-        loss scale, which a hook on the logits applies in backward before the gradients of hidden
-        states are computed."""
+        """Return a copy with the gradients [N, ...] of the function's results multiplied by
+        `factor` [1], in each gradient's dtype. The factor is an engine's loss scale: DeepSpeed, for
+        example, scales gradients by a hook on the logits."""
         scaled = [None if g is None else g * factor.to(g.dtype) for g in self.gradients]
         return NodeTerm(self.node, self.reading, scaled)
 
     def touched_positions(self, count: int) -> Tensor:
-        """Return a bool tensor [M]: True for positions whose logits the recorded function `node`
-        reads, even if their gradients are zero. Backward recomputes the logits of these positions
-        alone. `count` is M, the number of positions."""
+        """Return a bool mask [M] of the positions whose logits the recorded function uses. Backward
+        recomputes the logits of these positions alone.
+
+        Args:
+            count: M, the number of positions.
+        """
         mask = torch.zeros(count, dtype=torch.bool, device=self.reading.positions.device)  # [M]
         mask[self.reading.positions] = True
         return mask
 
     def assign_rows(self, row_of: Tensor | None, edges: Sequence[int]) -> None:
-        """Find the tokens of the recorded function `node` whose logits are in each block of rows,
-        and store the indices of these tokens in `entries`, one tensor for each block.
+        """Find which tokens of the recorded function belong to each block of rows, and store their
+        indices in `entries`. Called before backward recomputes logits: only positions whose logits
+        have a gradient are recomputed, and these positions are numbered as rows.
 
         Args:
-            row_of: [M], the row of each position of the logits; None: the row is the position.
+            row_of: [M], the row number of each position of the logits; None: all positions are
+                recomputed, and a position is its own row number.
             edges: first row of each block, and the end of the last block.
         """
         self.row_of = row_of
@@ -258,14 +273,15 @@ class NodeTerm:
         self.blocks = 0
 
     def add_to(self, total: Tensor, product: Tensor, positions: Tensor, block: slice) -> None:
-        """Rerun the recorded function `node` for the next block of tokens, and add the gradient of
-        the block's matrix products to `total` [n, V].
+        """Run the recorded function again for the next block of tokens, and add the resulting
+        gradient of the block's matrix products to `total` [n, V]. Called for each block, in order.
 
         Args:
-            total: sum of the gradients of the block's matrix products, over all terms.
+            total: sum of the gradients of the block's matrix products, over all uses of the logits.
             product: [n, V], matrix products of the output projection.
             positions: [n], positions of the block's tokens.
-            block: the block's range of rows.
+            block: the block's range of rows, where rows number the positions that backward
+                recomputes.
         """
         entries = self.entries[self.blocks]
         self.blocks += 1
@@ -305,21 +321,23 @@ def values_at(
     read: Sequence[LogitsReading],
     products: Mapping[Any, HeadProducts],
 ) -> dict[Node, Any]:
-    """Return the values of a recorded function's inputs for some of its N tokens, without a graph.
-    A recorded function is a computation from logits that runs later, block by block.
+    """Return the input values of a recorded function for some of its N tokens, without a graph. A
+    recorded function consists of operations on logits that the program has called, and that run
+    later, block by block.
 
-    An input is a tensor of the program, sliced to [n, k], or the logits [n, V] of some positions in
-    promote_types(dtype, float32).
+    An input is either a tensor of the program, indexed to [n, k], or logits [n, V] in
+    promote_types(dtype, float32), which are computed here.
 
     Args:
         node: the recorded function.
-        entries: indices of the n tokens.
-        read: the inputs that are logits.
-        products: dict from the `LazyHead` of each input in `read` to an object that computes the
+        entries: indices of the n tokens, or a slice of the N tokens.
+        read: the inputs whose values are logits to compute.
+        products: dict from the `LazyHead` of each input in `read` to the object that computes the
             output projection's matrix products.
 
     Raises:
-        StreamBPError: one of the program's tensors was changed in place since its use.
+        StreamBPError: one of the program's tensors was changed in place since the function was
+            recorded.
     """
     operands = [leaf for leaf in leaves(node) if isinstance(leaf, TensorOperand)]
     for leaf in operands:
@@ -342,15 +360,16 @@ def compute_gradients(
     bias: Tensor | None,
     needs: tuple[bool, ...],
 ) -> tuple[Tensor | None, ...]:
-    """Compute the gradients of hidden [M, h], weight [V, h], bias [V] and the norm's parameters, in
-    one pass over blocks of logits.
+    """Compute the gradients of hidden [M, h], weight [V, h], bias [V] and the norm's parameters.
+    The logits are recomputed once, block by block, for all results that the program computed from
+    them.
 
     A gradient is None where `needs` is False.
 
     Args:
         inputs: the final norm and the settings of the blocks.
-        terms: the gradients of the logits, one term for each use of the logits.
-        hidden: [M, h].
+        terms: the gradients of the logits, one object for each use of the logits.
+        hidden: [M, h], hidden states before the final norm.
         weight: [V, h].
         bias: [V] or None.
         needs: True for each tensor that requires a gradient, in the order of the result: hidden,

@@ -42,23 +42,24 @@ from streambp.tensors import change_arguments, tensors_in
 
 @dataclasses.dataclass(eq=False)
 class SharedWriteCount:
-    """Count of in-place writes to the memory that a lazy tensor, its slices and its views would
-    share if lazy tensors had storage. A lazy tensor has no storage, and its values are computed on
-    use.
+    """Counter of in-place writes to a lazy tensor, its slices and its views. A lazy tensor has no
+    storage, because its values are computed on use. Real tensors would share storage; lazy tensors
+    share this counter instead.
 
     Attributes:
-        watched: pairs of an empty tensor and its version counter at the time of `track_alias`. The
-            empty tensor shares only the counter of a real tensor with a lazy tensor's values.
-        writes: number of writes to the lazy tensor, its slices and its views.
+        watched: pairs of an empty tensor and its version counter when `track_alias` was called. The
+            empty tensor shares the version counter of a real tensor that holds the lazy tensor's
+            values, and keeps no memory alive.
+        writes: number of writes through the lazy tensor, its slices and its views.
     """
 
     watched: list[tuple[Tensor, int]] = dataclasses.field(default_factory=list)
     writes: int = 0
 
     def track_alias(self, tensor: Tensor) -> None:
-        """Record the version counter of a real tensor [...] with the values of one of these lazy
-        tensors. `LazyTensor.check` then finds later in-place writes to the real tensor's memory.
-        The real tensor's values are not kept alive."""
+        """Watch a real tensor [...] that holds the values of one of these lazy tensors, by storing
+        its version counter. `LazyTensor.check` then detects later in-place writes to it. The real
+        tensor's memory is not kept alive."""
         if type(tensor) is Tensor and not tensor.is_inference():
             # The detached tensor shares the version counter; assigning `data` drops its values.
             counter = torch_own.detach(tensor)
@@ -67,9 +68,9 @@ class SharedWriteCount:
 
 
 class GradientSink(torch.autograd.Function):
-    """Autograd function whose output is a lazy tensor: a tensor without storage, whose values are
-    computed on use. If a user's autograd.Function or a kernel takes the lazy tensor as input, the
-    lazy tensor's gradient arrives here, in the lazy tensor's shape.
+    """Autograd function that makes a lazy tensor the output of an autograd node. A lazy tensor has
+    no storage; its values are computed on use. The node's backward receives the gradient if a
+    user's autograd.Function or a kernel takes the lazy tensor as input.
 
     See `lazy/lazy_hidden.py` and `lazy/tensor.py`.
     """
@@ -97,9 +98,9 @@ class GradientSink(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Pass a gradient of the lazy tensor's shape [...] to `receive_gradient` of the lazy
-        tensor's class. Return None for `kind` and `made_of`, and then a gradient [...] or None for
-        each of the inputs, as `receive_gradient` has returned them."""
+        """Pass the gradient [...] of the lazy tensor to `receive_gradient` of the lazy tensor's
+        class. Return its results, the gradients [...] or None of forward's `inputs`, after None for
+        `kind` and `made_of`."""
         gradients = ctx.kind.receive_gradient(ctx, gradient)
         return None, None, *(gradients or (None,) * (len(ctx.needs_input_grad) - 2))
 
@@ -111,8 +112,13 @@ class MaterializeLazy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, values: Callable[[], Tensor], stand_in: Tensor) -> Tensor:
-        """Return the complete tensor [...], computed by `values`. `stand_in` [...] is the lazy
-        tensor that receives the gradient; its values are not read."""
+        """Return the complete tensor [...] with a lazy tensor's values.
+
+        Args:
+            values: computes the complete tensor.
+            stand_in: the lazy tensor [...], which receives the gradient in backward; its values are
+                not read.
+        """
         return values()
 
     @staticmethod
@@ -156,18 +162,18 @@ class LazyTensor(Tensor):
     origin: Tensor
 
     def build(self) -> Tensor:
-        """Return the complete tensor [*tokens, W], differentiable if the lazy tensor is, in any
-        grad mode."""
+        """Return the complete tensor [*tokens, W]: a real tensor with all values. The result is
+        differentiable, in any grad mode, if the lazy tensor requires a gradient."""
         raise NotImplementedError
 
     def note(self, operation: str) -> None:
-        """Record, for the report of `streambp.describe`, that `operation` needed the complete
-        tensor."""
+        """Record that `operation` needed the complete tensor, which costs memory.
+        `streambp.describe` reports the operation's name."""
         raise NotImplementedError
 
     def follows_rules(self) -> bool:
-        """True if operations on this tensor may be computed by rules, which need no complete
-        tensor."""
+        """True if operations on this tensor may be computed by the rules in `rules`, block by
+        block. False: operations run on the complete tensor."""
         raise NotImplementedError
 
     def write(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -182,9 +188,9 @@ class LazyTensor(Tensor):
         raise NotImplementedError
 
     def with_tokens(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the lazy result of an operation on the tokens, such as an index or a reshape.
-        Subclasses define the arguments; the first one is the operation as a function [*tokens, k]
-        -> [*other tokens, k] for any k."""
+        """Return the lazy result of an operation on the token dimensions, such as an index or a
+        reshape. Subclasses define the arguments. The first argument is the operation: a function
+        [*tokens, k] -> [*other tokens, k], for any k."""
         raise NotImplementedError
 
     def copy_with(self, *args: Any, **kwargs: Any) -> Any:
@@ -198,28 +204,33 @@ class LazyTensor(Tensor):
 
     @classmethod
     def receive_gradient(cls, ctx: Any, gradient: Tensor | None) -> Any:
-        """Handle a gradient [*tokens, W] of the complete tensor that arrived at the lazy tensor's
-        autograd node. Return a list of gradients of the node's inputs, or None to pass no gradient
-        to them.
+        """Receive the gradient of the complete tensor in backward, and return the gradients of the
+        autograd node's inputs: a list, or None for no gradients.
 
         Args:
-            ctx: context of the node (`GradientSink`).
-            gradient: the gradient; None: no gradient arrived.
+            ctx: context of the autograd node (`GradientSink`).
+            gradient: gradient [*tokens, W] of the complete tensor; None: there is none.
         """
         raise NotImplementedError
 
     def with_classes(self, classes: int | None) -> Any:
-        """Return a lazy view whose W entries are in dimension `classes` (None: the last), for
-        losses that expect [B, W, T].
+        """Return a lazy view of this tensor [*tokens, W] with the dimension of size W at another
+        place. torch's losses expect it second, as in [B, W, T]. Return NotImplemented if the class
+        has no such view.
 
-        Returns NotImplemented if the class has no such view.
+        Args:
+            classes: index of the dimension of size W in the view; None: the last.
         """
         return NotImplemented
 
     def check(self, operation: str) -> None:
-        """Raise `StreamBPError` if the tensor can no longer be computed, because its inputs were
-        changed in place, or if its memory was written to. Every operation on the tensor calls this
-        method first, with its name."""
+        """Raise `StreamBPError` if this tensor's values can no longer be computed: a tensor from
+        which they are computed was changed in place, or the values' own memory was. Every operation
+        on a lazy tensor calls this method first.
+
+        Args:
+            operation: name of the operation, for the error's message.
+        """
         for counter, version in () if self.materialized_tensor is not None else self.memory.watched:
             if counter._version != version:
                 raise StreamBPError(
@@ -229,9 +240,12 @@ class LazyTensor(Tensor):
                 )
 
     def latest(self, operation: str) -> LazyTensor:
-        """Return the lazy tensor that holds this tensor's current values, after in-place
-        operations. Every operation calls this method with its name, and reads the result in place
-        of its argument."""
+        """Return the lazy tensor to use in place of this one, which has its current values. After
+        an in-place operation such as `div_`, this is another lazy tensor.
+
+        Args:
+            operation: name of the operation that will use the values, for an error's message.
+        """
         return self
 
     @classmethod

@@ -26,13 +26,12 @@ from streambp.lazy.token_rules import TOKEN_RULES, to
 
 
 def lazy_logits(deferred: LazyHidden, request: HeadRequest) -> LazyLogits:
-    """Return the logits that a model call hands to its caller: lazy logits, whose values are
-    computed on use.
+    """Return the logits that a model call returns to the user's code: `LazyLogits`, whose values
+    are computed on use.
 
     Args:
-        deferred: the lazy tensor that stands for the logits inside of the model's own forward.
-        request: record of the model call, in which `streambp.describe` reads how the logits were
-            used.
+        deferred: the lazy tensor that the model's own forward returned in place of logits.
+        request: record of the model call. `streambp.describe` reads there how the logits were used.
     """
     source = deferred.source.reshape(-1, deferred.source.shape[-1])
     hub = LazyHead(source, dataclasses.replace(deferred.recipe, request=request))

@@ -22,19 +22,20 @@ from streambp.head.blocks import Projection
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LogitsReading:
-    """Input of recorded functions: the logits of one forward at some of its positions. A recorded
-    function is a computation from logits that runs later, block by block.
+    """Logits of one forward, at some of its positions, as an input of a recorded function. A
+    recorded function consists of operations on logits that the program has called, and that run
+    later, block by block. This object stores what is needed to compute the logits then.
 
     Attributes:
         head: computes the logits (`streambp.lazy.head.LazyHead`).
         handle: [1], the tensor that represents the logits in the autograd graph.
-        positions: [*tokens] integers, indices of hidden states of `head`.
+        positions: [*tokens] integers, the index of each token's hidden state in `head`.
         projection: the map from the output projection's matrix products to logits: scale, softcap
             and temperature.
         unique: True if all positions differ.
-        anchor: [1], further input of results in the autograd graph. Through it backward runs the
-            node that an engine (DDP, ZeRO-3) has inserted behind the logits, although no gradient
-            of logits reaches that node. None: no engine has inserted a node.
+        anchor: [1], a second input of results in the autograd graph. Through this tensor backward
+            runs the node that an engine (DDP, ZeRO-3) has inserted behind the logits. None: no
+            engine has inserted a node.
         hooks: hooks of engines that scale gradients; backward calls them before the gradient of the
             logits is computed.
     """
@@ -50,13 +51,14 @@ class LogitsReading:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TensorOperand:
-    """Input of recorded functions: a tensor [*tokens, k] of the program, such as labels or
-    advantages. A recorded function is a computation from logits that runs later, block by block.
+    """Tensor [*tokens, k] of the program (labels or advantages, for example) that is an input of a
+    recorded function. A recorded function consists of operations on logits that the program has
+    called, and that run later, block by block.
 
     Attributes:
         tensor: the tensor.
-        version: the tensor's version counter when the function was recorded; later in-place changes
-            raise.
+        version: the tensor's version counter when the function was recorded, to detect in-place
+            changes before the function runs.
     """
 
     tensor: Tensor
@@ -64,12 +66,12 @@ class TensorOperand:
 
     @classmethod
     def from_tensor(cls, tensor: Tensor) -> TensorOperand:
-        """Return the input of a recorded function that refers to a tensor [*tokens, k]. The
-        tensor's version counter is recorded to detect later in-place changes."""
+        """Return an object that stores the tensor [*tokens, k] and its current version counter."""
         return cls(tensor, 0 if tensor.is_inference() else tensor._version)
 
     def check(self) -> None:
-        """Raise `StreamBPError` if the tensor was changed in place after its use was recorded."""
+        """Raise `StreamBPError` if the tensor was changed in place since this object was made. The
+        operations that read the tensor run only later, and would read the changed values."""
         if not self.tensor.is_inference() and self.tensor._version != self.version:
             raise StreamBPError(
                 f"A tensor {list(self.tensor.shape)} that the loss is computed with was changed in "
@@ -80,16 +82,17 @@ class TensorOperand:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RecordedCall:
-    """Recorded call function(*args, **kwargs) of an operation on logits, which runs later, block by
-    block. The arguments may contain other recorded calls, and inputs (`LogitsReading`,
-    `TensorOperand`).
+    """Call function(*args, **kwargs) on logits that was recorded instead of run. The call runs
+    later, block by block. Lazy logits and tensors among the arguments are replaced by objects of
+    this module: other calls (`RecordedCall`), logits (`LogitsReading`) and tensors
+    (`TensorOperand`).
 
     Attributes:
         function: torch's function.
         args: positional arguments.
         kwargs: keyword arguments.
-        graded: True if a gradient flows through the call.
-        name: the operation, for the report of `streambp.describe`.
+        graded: True if gradients flow through the call; False: the call runs under no_grad.
+        name: the operation's name, for the report of `streambp.describe`.
     """
 
     function: Callable[..., Any]
@@ -104,16 +107,17 @@ Values = dict[Node, Any]  # values for n tokens
 
 
 def children(node: Node) -> list[Node]:
-    """Return the recorded calls and inputs among the arguments of a recorded call `node`, including
-    nested lists and dicts, for walks over a recorded function. The list is empty if `node` is an
-    input."""
+    """Return the arguments of a recorded call that are recorded calls, logits or tensors, including
+    those in nested lists and dicts. Return [] if `node` is not a call but logits (`LogitsReading`)
+    or a tensor (`TensorOperand`)."""
     arguments = tree_leaves((node.args, node.kwargs)) if isinstance(node, RecordedCall) else []
     return [leaf for leaf in arguments if isinstance(leaf, Node)]
 
 
 def leaves(node: Node) -> list[Node]:
-    """Return the distinct inputs of a recorded function (a computation from logits that runs
-    later): logits (`LogitsReading`) and other tensors (`TensorOperand`)."""
+    """Return the inputs of a recorded function, each once: logits (`LogitsReading`) and tensors of
+    the program (`TensorOperand`). A recorded function is a tree of operations on logits
+    (`RecordedCall`) that the program has called, and that run later."""
     inputs: dict[Node, None] = {}
     visited: set[Node] = set()
     open_ends = [node]
@@ -130,15 +134,19 @@ def leaves(node: Node) -> list[Node]:
 
 
 def readings(node: Node) -> list[LogitsReading]:
-    """Return the distinct logits (`LogitsReading`) among the inputs of a recorded function, a
-    computation from logits that runs later."""
+    """Return the logits (`LogitsReading`) among the inputs of a recorded function, each once. A
+    recorded function consists of operations on logits that the program has called, and that run
+    later."""
     return [leaf for leaf in leaves(node) if isinstance(leaf, LogitsReading)]
 
 
 def operation_names(node: Node) -> Iterator[str]:
-    """Yield the names of the operations on logits in a recorded function, first to last, such as
-    "log_softmax" and "gather", for the report of `streambp.describe`. A recorded function is a
-    computation from logits that runs later."""
+    """Yield the names of the operations in a recorded function, in the order of their execution,
+    such as "log_softmax" and then "gather". `streambp.describe` reports the names.
+
+    Args:
+        node: the recorded function: operations on logits that run later, block by block.
+    """
     for child in children(node):
         yield from operation_names(child)
     if isinstance(node, RecordedCall):
@@ -146,10 +154,16 @@ def operation_names(node: Node) -> Iterator[str]:
 
 
 def inputs_of(node: Node) -> list[Tensor]:
-    """Return the tensors [1] that represent a recorded function's logits in the autograd graph. A
-    recorded function is a computation from logits that runs later.
-    `LazyResult`, the autograd Function that computes the recorded function, has these tensors as
-    inputs. Backward therefore runs the nodes of the tensors after the node of `LazyResult`."""
+    """Return the tensors [1] that represent a recorded function's logits in the autograd graph. The
+    tensors' values are not used.
+
+    The function's results are outputs of `LazyResult`, an autograd Function with these tensors as
+    inputs. Backward therefore runs the nodes that made these tensors after the node of
+    `LazyResult`.
+
+    Args:
+        node: the recorded function: operations on logits that run later, block by block.
+    """
     handles = [
         tensor
         for reading in readings(node)
@@ -162,14 +176,14 @@ def inputs_of(node: Node) -> list[Tensor]:
 def rebuild(
     node: Node, change: Callable[[Node], Node], changed_nodes: dict[Node, Node] | None = None
 ) -> Node:
-    """Return the recorded function with each of its inputs replaced by `change(input)`, for example
+    """Return a copy of a recorded function in which `change` has replaced each input, for example
     by the same logits with an engine's hook.
 
     Args:
-        node: the recorded function, a computation from logits that runs later.
+        node: the recorded function: operations on logits that run later, block by block.
         change: function from an input (`LogitsReading` or `TensorOperand`) to its replacement.
-        changed_nodes: changed nodes so far, by original node, so that a node used twice is changed
-            once.
+        changed_nodes: replacements so far, by original call or input. An input that is used twice
+            is thus replaced once. None: there are none yet.
     """
     changed_nodes = {} if changed_nodes is None else changed_nodes
     if node not in changed_nodes and isinstance(node, RecordedCall):
@@ -183,16 +197,17 @@ def rebuild(
 
 
 def map_tokens(node: Node, change: Callable[[Tensor], Tensor], unique: bool = True) -> Node:
-    """Return the same recorded function for other tokens: the result [*tokens, W] becomes [*other
-    tokens, W].
+    """Return a recorded function that computes the same operations for other tokens: the result
+    [*tokens, W] becomes [*other tokens, W]. Nothing is computed; the positions of the logits and
+    the other input tensors are indexed.
 
     Args:
-        node: the recorded function, a computation from logits that runs later.
+        node: the recorded function: operations on logits that run later, block by block.
         change: function [*tokens, k] -> [*other tokens, k], for any k, such as an index.
         unique: True if `change` repeats no token.
 
     Raises:
-        StreamBPError: a tensor of the program was changed in place since its use.
+        StreamBPError: an input tensor was changed in place since the function was recorded.
     """
 
     def change_leaf(leaf: Node) -> Node:
@@ -207,13 +222,13 @@ def map_tokens(node: Node, change: Callable[[Tensor], Tensor], unique: bool = Tr
 
 
 def evaluate(node: Node, values: Values) -> Any:
-    """Compute a recorded function for a block of tokens, in forward or backward, and return its
-    result.
+    """Run a recorded function for a block of tokens, and return its result. A recorded function
+    consists of operations on logits that the program has called earlier.
 
     Args:
-        node: the recorded function, a computation from logits.
-        values: dict from each of the function's inputs to its value for the tokens. The results of
-            the function's recorded calls are added to the dict.
+        node: the recorded function.
+        values: the value of each of the function's inputs for the block's tokens, by input. The
+            result of each operation is added, so that no operation runs twice.
     """
     if node not in values:
         assert isinstance(node, RecordedCall)

@@ -39,9 +39,10 @@ from streambp.lazy.expression import LogitsReading, Node, evaluate, inputs_of, r
 
 
 class HeadHandle(torch.autograd.Function):
-    """Autograd function from hidden states and output projection to a tensor [1], which represents
-    their logits in the graph. All results of the logits have this tensor as an input, so backward
-    computes the gradients of hidden states and weights once for all results.
+    """Autograd function from hidden states and output projection to a handle: a tensor [1] that
+    stands for the logits in the autograd graph. Everything that a program computes from the logits
+    has the handle as an input. The backward of this function therefore runs last, and computes the
+    gradients of hidden states and weights once for all results.
 
     Inputs are source [M, h], weight [V, h], bias [V] or None, and the norm's parameters.
     """
@@ -50,13 +51,14 @@ class HeadHandle(torch.autograd.Function):
     def forward(
         ctx: Any, hub: LazyHead, source: Tensor, weight: Tensor, bias: Tensor | None, *norm: Tensor
     ) -> Tensor:
-        """Save source [M, h] and the weights for backward, and return a zero [1] in source's dtype.
+        """Save hidden states [M, h] and weights for backward, and return a zero [1] in the dtype of
+        the hidden states. The logits are not computed here.
 
         Args:
             hub: computes the logits, and collects the gradients of all their results.
-            source: hidden states before the final norm.
-            weight: [V, h].
-            bias: [V] or None.
+            source: hidden states [M, h] before the final norm.
+            weight: the output projection's weight [V, h].
+            bias: the output projection's bias [V], or None.
             norm: parameters of the final norm.
         """
         ctx.hub = hub
@@ -66,15 +68,18 @@ class HeadHandle(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return the gradients of hidden states [M, h], weights and norm; None if no gradient has
-        arrived at a result.
+        """Return the gradients of hidden states [M, h], weights and the norm's parameters. All are
+        None if no result has a gradient. A result is a tensor that the program computed from the
+        logits, such as log-probabilities. The backward of each result has run before, and has
+        stored its gradients in the `LazyHead`.
 
-        A result is a tensor computed from the logits, such as log-probabilities. Each result's node
-        runs before this one and stores its gradients in the `LazyHead`. `upstream`, the gradient of
-        the handle [1], is zero if a result has a gradient, and its value is not used.
+        Args:
+            upstream: gradient of the handle [1]. A zero if a result has a gradient; its value is
+                not used.
 
         Raises:
-            BackwardError: the handle has a gradient, but no result's node ran before.
+            BackwardError: `upstream` is a gradient, but no result has stored gradients, because
+                backward was started at this node.
             StreamBPError: weights or hidden states were changed in place since forward.
         """
         source, weight, bias, *_ = ctx.saved_tensors
@@ -107,23 +112,21 @@ class HeadHandle(torch.autograd.Function):
 
 
 class RunInBackward(torch.autograd.Function):
-    """Autograd function from a tensor to a zero [1], an input of the results that are computed from
-    logits. Backward calls the function `run`, an engine's hook for example, and autograd then runs
-    the node that made the tensor.
+    """Autograd function from a tensor to a zero [1] that calls a function in backward, such as an
+    engine's hook. The zero is an input of results that are computed from logits. Backward of these
+    results thus calls the function, and then runs the autograd node that made the tensor.
 
-    A tensor of shape [1], such as a handle (the tensor that represents logits in the graph,
-    `HeadHandle`), gets the incoming gradient. A tensor of another shape gets None, and is passed
-    only so that autograd runs its node.
+    The tensor gets the gradient of the zero if its shape is [1], and None otherwise. A tensor of
+    another shape is passed only so that autograd runs its node.
     """
 
     @staticmethod
     def forward(ctx: Any, run: Callable[[], Any] | None, source: Tensor) -> Tensor:
-        """Return a zero [1], whose backward calls `run`.
+        """Return a zero [1] in the dtype and on the device of `source`.
 
         Args:
-            run: the function; None: backward calls nothing.
-            source: tensor [...] with the dtype and device of the zero. Backward runs the autograd
-                node of this tensor next.
+            run: function without arguments that backward calls; None: backward calls nothing.
+            source: tensor [...], whose autograd node runs after this function's backward.
         """
         ctx.run = run
         ctx.has_handle = source.shape == (1,)
@@ -132,8 +135,8 @@ class RunInBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor | None) -> tuple[None, Tensor | None]:
-        """Call the function `run` of forward. Return None for `run`, then the gradient of the
-        source tensor: `upstream` [1] if the source has shape [1], otherwise None."""
+        """Call the function `run` that was passed to forward. Return None for `run`, and for
+        `source` the gradient `upstream` [1] if `source` has shape [1]; otherwise None."""
         if ctx.run is not None:
             ctx.run()
         if not ctx.has_handle:
@@ -142,23 +145,25 @@ class RunInBackward(torch.autograd.Function):
 
 
 class LazyResult(torch.autograd.Function):
-    """Autograd function that returns results computed from lazy logits. Backward returns zeros, and
-    stores the results' gradients. `HeadHandle` then computes the gradients of hidden states and
-    weights in one pass.
+    """Autograd function that returns results of lazy logits, for example log-probabilities or topk.
+    Lazy logits are never stored. Backward only stores the results' gradients and returns zeros.
+    Autograd then runs the backward of `HeadHandle`, which computes the gradients of hidden states
+    and weights from all stored gradients in one pass.
 
-    Zero-bubble pipelines run backward in two passes, and start the second pass at `HeadHandle`. The
-    gradients of the results are no longer stored then. The zero from the first pass, in place of
-    None, lets `HeadHandle` notice the second pass and raise an error.
+    Backward returns a zero and not None, so that an error can be detected. Zero-bubble pipelines
+    run backward twice, and start the second pass at `HeadHandle`, when the stored gradients are
+    gone. `HeadHandle` raises if it gets a zero but finds no stored gradients.
     """
 
     @staticmethod
     def forward(ctx: Any, calculation: Any, *anchors: Tensor) -> tuple[Tensor, ...]:
-        """Return the results of `calculation.run`.
+        """Return the results of a calculation from logits, [N, ...] each.
 
         Args:
-            calculation: a `StatisticsCalculation` or `FunctionCalculation` of the logits.
-            anchors: tensors [1], the result of `calculation.inputs`: they connect the results to
-                the logits in the autograd graph.
+            calculation: a `StatisticsCalculation` or `FunctionCalculation`, whose `run` computes
+                the results.
+            anchors: tensors [1] that `calculation.inputs` returned. The tensors connect the results
+                with the logits in the autograd graph; the tensors' values are not used.
         """
         values: tuple[Tensor, ...] = calculation.run()
         ctx.calculation = calculation
@@ -168,9 +173,13 @@ class LazyResult(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Store the gradients of the results, one [N, ...] or None each, for the pass that computes
-        the gradients of hidden states and weights. Return a zero [1] for each anchor, or None
-        without gradients.
+        """Store the gradients of the results in the `LazyHead`. Return None for `calculation` and a
+        zero [1] for each of the `anchors`, or None everywhere if no result has a gradient. The
+        backward of `HeadHandle` runs later, and computes the gradients of hidden states and
+        weights.
+
+        Args:
+            grads: gradient [N, ...] of each result; None: no gradient.
 
         Raises:
             BackwardError: backward was called with create_graph.
@@ -185,11 +194,12 @@ class LazyResult(torch.autograd.Function):
 
 
 class LazyHead:
-    """Output projection of one forward, whose logits are never stored. Computes results of the
-    logits, such as log-probabilities, block by block. Backward collects the results' gradients
-    here, and computes the gradients of hidden states and weights in one pass.
+    """Computes results from the logits of one forward (log-probabilities, for example) block by
+    block. The logits are never stored. Collects the gradients of these results in backward, from
+    which `HeadHandle` computes the gradients of hidden states and weights.
 
-    Do not write to hidden states or weights between forward and the last use of the logits.
+    Hidden states and weights must not be changed in place between forward and the last use of the
+    logits.
 
     Args:
         source: [M, h], the hidden states before the final norm.
@@ -216,17 +226,18 @@ class LazyHead:
     def read(
         self, source: Tensor, tokens: torch.Size, token_positions: Tensor | None = None
     ) -> LogitsReading:
-        """Return a `LogitsReading`, from which recorded functions compute the logits of all
-        positions, or of those in `token_positions`, block by block. No logits are computed here.
-        The logits are differentiable if hidden states or weights are.
+        """Return a description of the logits (`LogitsReading`), from which operations compute the
+        logits later, block by block. No logits are computed here. The logits are differentiable if
+        hidden states or weights are.
 
-        The caller must keep the `LogitsReading` until backward, because its handle is the autograd
-        node that receives the gradients. This object stores no reference to the handle.
+        The caller must keep the `LogitsReading` until backward, because it holds the tensor whose
+        autograd node receives the gradients. This object stores no reference to that tensor.
 
         Args:
             source: [M, h], the hidden states before the final norm.
             tokens: shape of the positions, [*tokens].
-            token_positions: [*tokens], positions to read; None: all.
+            token_positions: [*tokens], index of the hidden state of each token; None: all M hidden
+                states in order.
         """
         recipe = self.recipe
         handle = HeadHandle.apply(
@@ -238,10 +249,11 @@ class LazyHead:
         return LogitsReading(self, handle, positions, recipe.projected())
 
     def with_padding(self, reading: LogitsReading) -> LogitsReading:
-        """Return `reading`, or a replacement if padding was left out of the hidden states and
-        `reading` includes positions of padding. The replacement reads the logits of another
-        `LazyHead`, which has hidden states of all positions. Called before each calculation. [Note:
-        padding that is read]"""
+        """Return a description of logits (`LogitsReading`) that can be computed at all positions of
+        `reading`. A batch may have been computed without its padding, so that padding has no hidden
+        states. If `reading` includes padding, the hidden states of the batch with padding are
+        computed now, and the result refers to a new `LazyHead` with these hidden states. Otherwise
+        `reading` itself is returned. [Note: padding that is read]"""
         late_padding = self.recipe.late_padding
         graded = torch.is_grad_enabled()
         if late_padding is None or not late_padding.reads_padding(reading.positions):
@@ -282,8 +294,12 @@ class LazyHead:
             )
 
     def products(self) -> HeadProducts:
-        """Return an object that multiplies hidden states by the weight [V, h] and adds the bias
-        [V]. Raise `StreamBPError` if the weights were changed in place since forward."""
+        """Return an object that multiplies hidden states [n, h] by the weight [V, h] and adds the
+        bias [V].
+
+        Raises:
+            StreamBPError: weights or hidden states were changed in place since forward.
+        """
         self.check()
         assert self.recipe.weight is not None
         return self.inputs.products(self.recipe.weight, self.recipe.bias)
@@ -291,13 +307,14 @@ class LazyHead:
     def statistics(
         self, reading: LogitsReading, labels: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return three softmax statistics of the logits of N tokens: the label's logit (0 without
-        labels), the logsumexp and the mean, [N] each in promote_types(dtype, float32).
+        """Compute three softmax statistics of the logits of N tokens: the logit of each token's
+        label, the logsumexp, and the mean over the vocabulary. Return three tensors [N] in
+        promote_types(dtype, float32). The first is 0 if `labels` is None.
 
         Tokens with the same position and label are computed once.
 
         Args:
-            reading: the logits of the N tokens.
+            reading: describes the logits of the N tokens.
             labels: [N], a vocabulary entry for each token; None: no label's logit is needed.
         """
         positions = reading.positions.reshape(-1)
@@ -341,9 +358,13 @@ class LazyHead:
         return pick[repeats], lse[repeats], mean[repeats]
 
     def known_statistics(self, reading: LogitsReading) -> tuple[Tensor, Tensor] | None:
-        """Return the cached logsumexp and mean of the logits of N tokens, [N] each; None unless
-        both were computed before for all of these tokens. The logits are thus computed once in a
-        program that computes the logsumexp first and the mean later."""
+        """Return logsumexp and mean of the logits of N tokens, [N] each, from the cache. Return
+        None unless the cache has both for all N tokens. The logits are thus not computed twice if a
+        program first needs the logsumexp, and later the mean.
+
+        Args:
+            reading: describes the logits of the N tokens.
+        """
         positions = reading.positions.reshape(-1)
         if reading.projection not in self._statistics or not has_data(positions):
             return None
@@ -354,9 +375,13 @@ class LazyHead:
         return lse[positions], mean[positions]
 
     def store_gradients(self, gradient: Any) -> None:
-        """Store the gradient of one result (`StatisticsGradient` or `NodeTerm`) for the backward of
-        `HeadHandle`, which runs later in the same backward call. The end of the backward call
-        removes gradients that `HeadHandle` has not taken."""
+        """Store the gradients of one result of the logits. Called in backward; the backward of
+        `HeadHandle` takes the stored gradients later in the same backward call. Gradients that it
+        has not taken are removed when the backward call ends.
+
+        Args:
+            gradient: a `StatisticsGradient` or `NodeTerm`.
+        """
         task = torch._C._current_graph_task_id()
         if task not in self._gradients:
             self._gradients[task] = []
@@ -365,14 +390,14 @@ class LazyHead:
         self._gradients[task].append(gradient)
 
     def scale_stored_gradients(self, hook: Callable[[Tensor], Tensor | None]) -> None:
-        """Multiply the gradients that `store_gradients` has received in the current backward call
-        by an engine's factor, such as a loss scale. `store_gradients` receives gradients of
-        results, for example of log-probabilities. `HeadHandle` then computes the gradients of
-        hidden states and weights.
+        """Multiply the gradients that are stored now by an engine's factor, such as a loss scale.
+        Called in backward, after the results of the logits have stored their gradients, and before
+        `HeadHandle` computes the gradients of hidden states and weights.
 
         Args:
-            hook: tensor hook that the engine registered on the logits, which get no gradient of
-                their own. The factor [1] is hook(torch.ones(1)), in float32 or wider.
+            hook: the engine's tensor hook on the logits. The logits themselves get no gradient, so
+                the factor is the hook's result for a gradient of 1: hook(torch.ones(1)), in float32
+                or wider.
         """
         task = torch._C._current_graph_task_id()
         if task in self._gradients:
@@ -383,22 +408,22 @@ class LazyHead:
                 ]
 
     def take_gradients(self) -> list[Any]:
-        """Remove the gradients that the current backward call has stored, and return them to the
-        backward of `HeadHandle`."""
+        """Return the gradients that results of the logits have stored in the current backward call,
+        and remove them. The backward of `HeadHandle` calls this method."""
         return self._gradients.pop(torch._C._current_graph_task_id(), [])
 
 
 @dataclasses.dataclass(frozen=True)
 class StatisticsCalculation:
-    """Calculation of up to three softmax statistics from the logits of N tokens, to be run by
-    `LazyResult`.
+    """Calculation of softmax statistics from the logits of N tokens: the logit of a label, the
+    logsumexp and the mean, each only if requested. `LazyResult` runs the calculation.
 
     Attributes:
-        reading: the logits.
-        labels: [N], the vocabulary entry of each token whose logit is computed; None: no label's
+        reading: describes the logits (`LogitsReading`).
+        labels: [N], a vocabulary entry for each token, whose logit is computed; None: no label's
             logit is computed.
         lse: True to compute the logsumexp.
-        mean: True to compute the logits' mean.
+        mean: True to compute the mean of each token's logits.
     """
 
     reading: LogitsReading
@@ -407,22 +432,22 @@ class StatisticsCalculation:
     mean: bool = False
 
     def with_padding(self) -> StatisticsCalculation:
-        """Return a calculation of the same statistics whose logits exist at all positions that it
-        reads. If the batch was computed as one packed row, there are no hidden states at padding.
-        If this calculation reads padding, `LazyHead.with_padding` then computes the hidden states
-        once more with padding. Otherwise the result reads the same logits. [Note: padding that is
-        read]"""
+        """Return a calculation of the same statistics that can be run, even if it includes tokens
+        of padding. A batch may have been computed without its padding, so that padding has no
+        hidden states. If this calculation needs these hidden states, `LazyHead.with_padding`
+        computes them now. [Note: padding that is read]"""
         return dataclasses.replace(self, reading=self.reading.head.with_padding(self.reading))
 
     def inputs(self) -> list[Tensor]:
-        """Return the inputs of `LazyResult` in the autograd graph: the tensor [1] that represents
-        the logits. If an engine (DDP, ZeRO-3) has inserted a node behind the logits, a second
-        tensor [1] makes backward run this node."""
+        """Return the tensors [1] to pass to `LazyResult`. Through these tensors its results are
+        connected with the logits in the autograd graph. One tensor stands for the logits. If an
+        engine (DDP, ZeRO-3) has inserted a node behind the logits, a second tensor makes backward
+        run this node."""
         return inputs_of(self.reading)
 
     def run(self) -> tuple[Tensor, ...]:
-        """Return the requested ones of label's logit, logsumexp and mean, in this order and without
-        a graph. Each statistic is [N] in promote_types(dtype, float32)."""
+        """Compute the statistics and return those that are requested, in this order: label's logit,
+        logsumexp, mean. Each is [N] in promote_types(dtype, float32) and has no graph."""
         head = self.reading.head
         cached: tuple[Tensor, Tensor] | None = None
         if self.labels is None:
@@ -436,8 +461,11 @@ class StatisticsCalculation:
         return tuple(itertools.compress(values, requested))
 
     def store_gradients(self, grads: Sequence[Tensor | None]) -> None:
-        """Store the gradients [N] of the results of `run`, in the same order, until `HeadHandle`
-        computes the gradients of hidden states and weights. Called by the backward of `LazyResult`.
+        """Store the gradients of the results of `run` in the `LazyHead`, where the backward of
+        `HeadHandle` uses them later. Called by the backward of `LazyResult`.
+
+        Args:
+            grads: gradient [N] of each result of `run`, in the same order; None: no gradient.
         """
         gradients = iter(grads)
         reading = self.reading
@@ -453,8 +481,9 @@ class StatisticsCalculation:
 
 @dataclasses.dataclass(frozen=True)
 class FunctionCalculation:
-    """Calculation of a recorded function of logits, with [N, ...] results for logits [N, V], to be
-    run by `LazyResult`. The function is recorded where a program calls it, and runs later.
+    """Calculation of a recorded function, with results [N, ...]. A recorded function consists of
+    operations on logits [N, V] that the program has called, and that run later. `LazyResult` runs
+    the calculation.
 
     Attributes:
         node: the recorded function; its inputs are flat, [N] or [N, k].
@@ -463,10 +492,10 @@ class FunctionCalculation:
     node: Node
 
     def with_padding(self) -> FunctionCalculation:
-        """Return a calculation of the same function whose logits exist at all positions that it
-        reads: this object, or a copy. If the batch was computed as one packed row, there are no
-        hidden states at padding. If the function reads padding, `LazyHead.with_padding` then
-        computes the hidden states once more with padding. [Note: padding that is read]"""
+        """Return a calculation of the same function that can be run, even if it includes tokens of
+        padding. A batch may have been computed without its padding, so that padding has no hidden
+        states. If this calculation needs these hidden states, `LazyHead.with_padding` computes them
+        now. [Note: padding that is read]"""
         if all(reading.head.recipe.late_padding is None for reading in readings(self.node)):
             return self
         return FunctionCalculation(
@@ -476,20 +505,20 @@ class FunctionCalculation:
         )
 
     def inputs(self) -> list[Tensor]:
-        """Return the inputs of `LazyResult`: tensors [1] that connect the results with the autograd
-        graph. The values of these tensors are not used.
+        """Return the tensors [1] to pass to `LazyResult`. Through these tensors its results are
+        connected with the logits in the autograd graph. The values of these tensors are not used.
 
-        The recorded function may read several logits. One tensor for each of these logits leads
-        backward to `HeadHandle`, which computes the gradients of hidden states and weights. If an
-        engine (DDP, ZeRO-3) has inserted a node behind the logits, a second tensor makes backward
-        run that node.
+        Each of the logits that the function uses has one such tensor, the output of `HeadHandle`,
+        whose backward computes the gradients of hidden states and weights. If an engine (DDP,
+        ZeRO-3) has inserted a node behind the logits, a second tensor makes backward run that node.
         """
         return inputs_of(self.node)
 
     def run(self) -> tuple[Tensor, ...]:
-        """Return the results of the recorded function for N tokens, [N, ...] each, without a graph.
+        """Run the recorded function for all N tokens, and return its results, [N, ...] each,
+        without a graph.
 
-        Logits are built for `rows_per_block` tokens at a time.
+        Logits are built for a block of tokens at a time (`rows_per_block`).
         """
         logits = readings(self.node)
         count = logits[0].positions.shape[0]
@@ -509,8 +538,12 @@ class FunctionCalculation:
         )
 
     def store_gradients(self, grads: Sequence[Tensor | None]) -> None:
-        """Store the gradients [N, ...] of the results of `run` until `HeadHandle` computes the
-        gradients of hidden states and weights. Called by the backward of `LazyResult`."""
+        """Store the gradients of the results of `run` in the `LazyHead`, where the backward of
+        `HeadHandle` uses them later. Called by the backward of `LazyResult`.
+
+        Args:
+            grads: gradient [N, ...] of each result of `run`; None: no gradient.
+        """
         for reading in readings(self.node):
             if reading.handle.requires_grad:
                 reading.head.store_gradients(NodeTerm(self.node, reading, grads))

@@ -46,14 +46,15 @@ from streambp.tensors import tensors_in
 
 
 class LazyHidden(LazyTensor):
-    """Lazy tensor in a model's own forward: hidden states [..., h] or logits [..., V], computed on
-    use by applying `recipe` to `source`.
+    """Lazy tensor that replaces hidden states [..., h] or logits [..., V] inside of a model's own
+    forward. The tensor has no storage; its values are computed on use, by applying `recipe` to
+    `source`.
 
     `LazyHidden.make` creates the tensor.
 
     Attributes:
         source: [..., h], the input of the final norm.
-        recipe: the operations from `source` to this tensor.
+        recipe: the operations from `source` to this tensor (final norm, output projection).
         made_without_grad: True if this tensor was made under no_grad from inputs that require a
             gradient. Operations in grad mode then use the complete tensor.
         made_of: the tensors from which this tensor is computed, each with its version counter.
@@ -122,16 +123,18 @@ class LazyHidden(LazyTensor):
 
     @classmethod
     def receive_gradient(cls, ctx: Any, gradient: Tensor | None) -> list[Tensor | None] | None:
-        """Return the gradients of the lazy tensor's inputs, for a gradient of the complete tensor.
-        The inputs are `source` and then the tensors of the recipe. Return None if the gradient is
-        None. An entry is None if its input requires no gradient.
+        """Return the gradients of the tensors from which this lazy tensor is computed: `source`,
+        and then the tensors of the recipe. None for a tensor that requires no gradient. Return None
+        alone if `gradient` is None. Called in backward if other code, such as a user's
+        autograd.Function, took the lazy tensor as input.
 
         Args:
-            ctx: context of the autograd node.
-            gradient: a gradient from a user's autograd.Function, [..., h] or [..., V].
+            ctx: context of the lazy tensor's autograd node.
+            gradient: gradient of the complete tensor, [..., h] or [..., V].
 
         Raises:
-            BackwardError: the lazy tensor or an input was written to or moved since its creation.
+            BackwardError: the lazy tensor, or a tensor from which it is computed, was changed in
+                place or moved since its creation.
         """
         if gradient is None:
             return None
@@ -148,8 +151,8 @@ class LazyHidden(LazyTensor):
         return recipe.gradients(source, gradient, ctx.snapshot.autocast)
 
     def build(self) -> Tensor:
-        """Return the complete tensor [..., h] or [..., V], differentiable if the lazy tensor is, in
-        any grad mode."""
+        """Return the complete tensor [..., h] or [..., V]: a real tensor with all values. The
+        result is differentiable, in any grad mode, if the lazy tensor requires a gradient."""
         if self.materialized_tensor is not None:
             return self.materialized_tensor
         with torch.set_grad_enabled(self.requires_grad):
@@ -159,27 +162,26 @@ class LazyHidden(LazyTensor):
             return complete
 
     def values(self) -> Tensor:
-        """Return the complete tensor [..., h] or [..., V], computed anew from the stored hidden
-        states `source`, in this tensor's dtype. Differentiable in grad mode alone."""
+        """Compute the complete tensor [..., h] or [..., V] from `source`, and return it in this
+        tensor's dtype. The result is differentiable in grad mode only. `build` also covers the
+        other cases."""
         real = self.recipe.build(self.source)
         if real.dtype != self.dtype:
             real = real.to(self.dtype)
         return real
 
     def has_own_node(self) -> bool:
-        """True if this tensor's `grad_fn` is the autograd node from `make`. Operations on the
-        tensor may then be computed from `source`, by rules that need no complete tensor.
-
-        A user's autograd.Function that returns the lazy tensor replaces the node, and has a
-        backward of its own.
-        """
+        """True if this tensor's `grad_fn` is still the autograd node from `make`. False if a user's
+        autograd.Function has returned this tensor, because the Function's node, with a backward of
+        its own, has replaced it. Operations on the tensor may be computed block by block only if
+        this is True."""
         return self.grad_fn is self.graph_node
 
     def copy_with(
         self, recipe: LogitsExpression | None = None, dtype: torch.dtype | None = None
     ) -> LazyHidden:
-        """Return a lazy tensor with the values that another recipe gives for the same `source`, or
-        with another dtype. The result shares no memory with this tensor.
+        """Return a lazy tensor that is computed from the same `source`, by another recipe or in
+        another dtype. The result shares no memory with this tensor.
 
         Args:
             recipe: the operations from `source` to the result; None: this tensor's.
@@ -190,15 +192,17 @@ class LazyHidden(LazyTensor):
     def with_tokens(
         self, change: Callable[[Tensor], Tensor], unique: bool = True, view: bool = True
     ) -> LazyHidden:
-        """Return the lazy result of an operation on the tokens, such as an index or a reshape.
+        """Return the lazy result of an operation on the token dimensions, such as an index or a
+        reshape.
 
-        If the recipe has `token_positions`, the index of each token into the stored hidden states,
-        the operation changes this index. Otherwise the operation changes the stored hidden states.
+        The operation is applied to the hidden states `source`. If the recipe has `token_positions`,
+        the index of each token's hidden state in `source`, the operation is applied to this index
+        instead.
 
         Args:
-            change: function [*tokens, k] -> [*other tokens, k], for any k.
-            unique: True if `change` repeats no token.
-            view: True if the result shares this tensor's memory.
+            change: the operation: a function [*tokens, k] -> [*other tokens, k], for any k.
+            unique: True if `change` repeats no token; not used by this class.
+            view: True if the result shares this tensor's memory, as a slice or reshape does.
         """
         source = self.source
         recipe = self.recipe
@@ -215,14 +219,19 @@ class LazyHidden(LazyTensor):
         return result
 
     def casts_to(self, dtype: torch.dtype) -> bool:
-        """True if a cast to `dtype` can stay lazy: `dtype` is no narrower than the source's dtype.
-        Losses compute in float32 or wider in any case."""
+        """True if a cast to `dtype` gives a lazy tensor again: `dtype` is no narrower than the
+        dtype of `source`. The cast then changes no values that losses use, because losses compute
+        in float32 or wider. False: the cast runs on the complete tensor."""
         return torch.promote_types(dtype, self.source.dtype) == dtype
 
     def check(self, operation: str) -> None:
-        """Raise `StreamBPError` if an input of this lazy tensor was changed in place, or the memory
-        of its values was written to. `operation` is the name of the operation that uses the tensor,
-        for the error."""
+        """Raise `StreamBPError` if this tensor's values can no longer be computed. Either a tensor
+        from which they are computed was changed in place, for example by optimizer.step(), or the
+        values' own memory was. Every operation on the tensor calls this method first.
+
+        Args:
+            operation: name of the operation, for the error's message.
+        """
         super().check(operation)
         for tensor, version in () if self.materialized_tensor is not None else self.made_of:
             if tensor._version != version:
@@ -234,11 +243,11 @@ class LazyHidden(LazyTensor):
                 )
 
     def follows_rules(self) -> bool:
-        """True if operations on this tensor may be computed by rules, which need no complete
-        tensor.
+        """True if operations on this tensor may be computed by the rules in `rules`, block by
+        block. False: operations run on the complete tensor.
 
-        False if the complete tensor, or the result of a user's autograd.Function, has replaced this
-        tensor, and for a `made_without_grad` tensor in grad mode.
+        False once a complete tensor, or the result of a user's autograd.Function, has replaced this
+        tensor. Also False in grad mode for a tensor with `made_without_grad`.
         """
         return (
             self.materialized_tensor is None
@@ -248,7 +257,8 @@ class LazyHidden(LazyTensor):
 
     def write(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """Run an operation that changes the tensor in place, and return the operation's result. The
-        complete tensor is built and changed, and then replaces the lazy tensor.
+        complete tensor is computed and changed, and then replaces the lazy tensor in all later
+        operations.
 
         Args:
             func: torch's function.
@@ -273,8 +283,12 @@ class LazyHidden(LazyTensor):
         return result
 
     def invalidate_node(self, why: str) -> None:
-        """Record the reason why a later gradient at this tensor's autograd node would be wrong.
-        `receive_gradient` raises with this reason."""
+        """Mark this tensor's autograd node as invalid: a later gradient at the node would be wrong,
+        because the tensor was changed or got a hook. `receive_gradient` then raises.
+
+        Args:
+            why: the reason, part of a sentence in the error's message.
+        """
         if self.graph_node is not None:
             self.graph_node.passed_by = why
 
@@ -283,8 +297,8 @@ class LazyHidden(LazyTensor):
         """Run an operation that has no rule in `rules`, with complete tensors in place of lazy
         arguments. Return the operation's result.
 
-        If the operation is `register_hook` or `retain_grad`, the hook is on the complete tensor. A
-        later gradient at the lazy tensor's own autograd node would bypass the hook, and raises.
+        `register_hook` and `retain_grad` thus act on the complete tensor. A gradient that arrives
+        at the lazy tensor later would not pass that tensor, so it raises an error.
 
         Args:
             func: torch's function.
@@ -299,8 +313,8 @@ class LazyHidden(LazyTensor):
         return result
 
     def note(self, operation: str) -> None:
-        """Record, for the report of `streambp.describe`, that `operation` needs the complete
-        tensor."""
+        """Record that `operation` needs the complete tensor, which costs memory.
+        `streambp.describe` reports the operation's name."""
         request = self.recipe.request
         if self.recipe.logits or request.projecting:
             request.outcome.built_for = operation
@@ -316,11 +330,13 @@ class LazyHidden(LazyTensor):
 
 
 def _scale_rule(x: LazyHidden, other: Any, *, over: bool = False) -> Any:
-    """Return a lazy tensor multiplied by the number `other`, or divided by `other` if `over` is
-    True. This is the rule for multiplication and division in a model's forward. NotImplemented if
-    `other` is zero, or no finite number.
+    """Return a lazy tensor multiplied by the number `other`, or divided by it if `over` is True.
+    Called for `x * other` and `x / other` in a model's forward, for example by models with scaled
+    logits. Return NotImplemented if `other` is zero or not a finite number; the operation then runs
+    on the complete tensor.
 
-    `other` has the name of torch's argument, because programs may pass it by keyword."""
+    The argument is named like torch's, because programs may pass it by keyword.
+    """
     if not is_number(other):
         return NotImplemented
     projection = x.recipe.projection
@@ -350,11 +366,11 @@ def _linear_rule(x: LazyHidden, weight: Any, bias: Any = None) -> Any:
 
 
 def _add_rule(x: LazyHidden, other: Any) -> Any:
-    """Return lazy logits with a bias added: one value for each entry of the vocabulary, as in BART
-    and Marian. The bias is shaped [V], or has leading dimensions of size 1.
+    """Return lazy logits [..., V] with a bias added: one value for each vocabulary entry, as in
+    BART and Marian. The bias is [V], or has leading dimensions of size 1.
 
-    NotImplemented for hidden states, for logits with a bias, a scale or a softcap, and for any
-    other operand.
+    Return NotImplemented for hidden states, for logits with a bias, a scale or a softcap already,
+    and for any other operand. The addition then runs on the complete tensor.
     """
     recipe = x.recipe
     if recipe.weight is None or recipe.bias is not None or recipe.projection != Projection():

@@ -32,10 +32,11 @@ def kl_div(
     reduction: str = "mean",
     log_target: bool = False,
 ) -> Any:
-    """Compute F.kl_div block by block, if the input, the target or both are lazy logits or lazy
-    log-probabilities.
+    """Compute F.kl_div block by block, for lazy logits or lazy log-probabilities (tensors whose
+    values are computed on use) as input, target or both.
 
-    Returns NotImplemented if the deprecated arguments size_average or reduce are given.
+    Return NotImplemented if the deprecated arguments size_average or reduce are given. The caller
+    then computes the complete tensors.
 
     Args:
         func: torch's F.kl_div.
@@ -73,8 +74,8 @@ def label_loss(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    """Compute F.cross_entropy of lazy logits, or F.nll_loss of lazy log-probabilities, without
-    building the complete tensor.
+    """Compute F.cross_entropy of lazy logits, or F.nll_loss of lazy log-probabilities, block by
+    block. The values of a lazy tensor are computed on use; the complete tensor is not built here.
 
     Args:
         name: "cross_entropy" or "nll_loss".
@@ -85,8 +86,9 @@ def label_loss(
             function.
 
     Returns:
-        The loss, in the dtype of torch's own result; NotImplemented with class weights,
-            probabilities as target, or the deprecated arguments size_average and reduce.
+        The loss, in the dtype of torch's own result. NotImplemented with class weights,
+            probabilities as target, or the deprecated arguments size_average and reduce; the caller
+            then computes the complete tensor.
 
     Raises:
         StreamBPError: a label is outside of the vocabulary and not `ignore_index`.

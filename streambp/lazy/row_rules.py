@@ -45,22 +45,25 @@ FULL_REDUCTIONS = {"sum": "sum", "mean": "mean", "nansum": "nansum"}
 
 
 def empty_sample(x: LazyLogits) -> Tensor:
-    """Return an empty tensor [0, W] with the dtype and device of lazy logits x. torch's functions
-    are run on it to find their result's width and dtype."""
+    """Return an empty tensor [0, W] with the dtype and device of lazy logits x [*tokens, W]. A
+    torch function is called with it to find the width and dtype of the function's result without
+    computing values."""
     return torch.empty((0, x.width), dtype=x.dtype, device=x.device)
 
 
 def record_elementwise(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Record an operation on each entry or each token of lazy logits, and return lazy logits. The
-    operation is computed later, when values are needed.
+    """Record an operation on lazy logits that computes each entry or each token alone, such as exp
+    or log_softmax. Return lazy logits for the result, whose values are computed later, block by
+    block.
 
-    Returns NotImplemented if the operation must be computed on complete tensors: another tensor
-    requires a gradient, shapes or devices do not fit, or rounding would change the result.
+    Return NotImplemented if the operation needs complete tensors: another tensor requires a
+    gradient, shapes or devices do not fit, or rounding would change the result. The caller then
+    computes these.
 
     Args:
         name: name of the operation, such as "exp".
         func: torch's function.
-        args: positional arguments of the call.
+        args: positional arguments of the call, lazy logits among them.
         kwargs: keyword arguments of the call.
     """
     rows = tensors_in((args, kwargs), LazyLogits)
@@ -124,13 +127,13 @@ def record_elementwise(name: str, func: Callable[..., Any], args: Any, kwargs: A
 
 
 def _node_with_gradient(x: LazyLogits, graded: bool) -> Node:
-    """Return the recorded function from which lazy logits x will be computed, as an input of
-    another recorded operation.
+    """Return the recorded function of lazy logits x, to be an argument of another recorded
+    operation. A recorded function consists of operations on logits that run later, block by block.
 
     Args:
         x: the lazy logits.
-        graded: True if an argument of the operation requires a gradient. If x itself requires none,
-            x is then detached, so that backward computes no gradient of x.
+        graded: True if an argument of the operation requires a gradient. If x requires none, a
+            detach is added to the function, so that backward computes no gradient of x.
     """
     if graded and not x.requires_grad:
         return RecordedCall(torch_own.detach, (x.node,), {}, False, "detach")
@@ -138,17 +141,19 @@ def _node_with_gradient(x: LazyLogits, graded: bool) -> Node:
 
 
 def apply_along_rows(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Run an operation along one dimension of lazy logits. Softmax is recorded and computed later.
-    Sum, gather, topk and the like are computed at once, block by block.
+    """Run an operation along the vocabulary dimension of lazy logits. Softmax and log_softmax are
+    recorded, and their values are computed later. Operations with small results, such as sum,
+    gather and topk, are computed at once, block by block.
 
     Args:
         name: name of the operation.
         func: torch's function.
-        args: positional arguments of the call.
+        args: positional arguments of the call; the first is the lazy logits.
         kwargs: keyword arguments of the call.
 
     Returns:
-        The operation's result; NotImplemented if the dimension is not that of the vocabulary.
+        The operation's result. NotImplemented for another dimension or another lazy argument; the
+            caller then computes complete tensors.
     """
     x = args[0]
     positional = list(args[1:])
@@ -197,13 +202,14 @@ def reduce_all(
     positional: list[Any],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Return the reduction of lazy logits to a scalar. Each token's entries are reduced first, block
-    by block; torch's own function then reduces the results [*tokens].
+    """Reduce lazy logits to a scalar, for example by sum() without a dimension. Each token's
+    entries are reduced block by block, and torch's own function reduces the results [*tokens].
 
-    Returns NotImplemented for further positional arguments, and for keepdim.
+    Return NotImplemented for further positional arguments, and for keepdim. The caller then
+    computes the complete tensor.
 
     Args:
-        name: name of the operation, such as "sum".
+        name: name of the operation: "sum", "mean" or "nansum".
         func: torch's function.
         x: the lazy logits.
         positional: further positional arguments of the call.
@@ -268,21 +274,21 @@ def note(x: LazyLogits, name: str) -> None:
     """Record that the operation `name` on lazy logits was computed block by block, for the report
     of `streambp.describe`.
 
-    Earlier operations on the logits may only have been recorded, and are then computed together
-    with this operation. The report names all of them in order, for example "log_softmax + gather".
+    Operations that were only recorded before, such as log_softmax, are computed together with this
+    operation. The report therefore names them too, for example "log_softmax + gather".
 
     Args:
-        x: the lazy logits on which the operation was called, with their recorded operations.
+        x: the lazy logits on which the operation was called.
         name: name of the operation, such as "gather".
     """
     x.request.outcome.computed[" + ".join(dict.fromkeys([*operation_names(x.node), name]))] = None
 
 
 def match_log_softmax(node: Node) -> tuple[LogitsReading, float] | None:
-    """Return the logits and a sign if a recorded function is log_softmax of the logits (sign 1) or
-    negated log_softmax (sign -1); None for other functions. Callers then compute entries of
-    log_softmax from softmax statistics of the logits, such as the logsumexp, without rerunning the
-    function."""
+    """Return (logits, 1) if a recorded function is log_softmax of logits, and (logits, -1) if it is
+    the negative of that. None for other functions. A recorded function consists of operations on
+    logits that run later. Callers then compute entries of log_softmax from softmax statistics (the
+    logsumexp, for example), which is cheaper."""
     if (
         isinstance(node, RecordedCall)
         and node.name in ("neg", "negative", "__neg__")
@@ -306,10 +312,15 @@ def match_log_softmax(node: Node) -> tuple[LogitsReading, float] | None:
 
 
 def gather(x: LazyLogits, index: Any) -> Any:
-    """Return the entries [*tokens, K] of lazy logits at vocabulary indices [*tokens, K], in x's
-    dtype.
+    """Return the entries of lazy logits at given vocabulary indices, like torch.gather along the
+    last dimension. The result [*tokens, K] is a real tensor in x's dtype.
 
-    Returns NotImplemented for other shapes.
+    Return NotImplemented if `index` has another shape; the caller then computes the complete
+    tensor.
+
+    Args:
+        x: the lazy logits [*tokens, W].
+        index: vocabulary indices [*tokens, K].
 
     Raises:
         StreamBPError: an index is outside of the vocabulary.
@@ -323,8 +334,13 @@ def gather(x: LazyLogits, index: Any) -> Any:
 
 
 def gather_entries(x: LazyLogits, index: Tensor) -> Tensor:
-    """Return the entries [*tokens, K] of lazy logits at vocabulary indices `index` [*tokens, K], in
-    promote_types(dtype, float32). Callers have checked the indices."""
+    """Compute the entries [*tokens, K] of lazy logits at given vocabulary indices, block by block.
+    The result is in promote_types(dtype, float32).
+
+    Args:
+        x: the lazy logits [*tokens, W].
+        index: vocabulary indices [*tokens, K]; the caller has checked that they are valid.
+    """
     labels = index.reshape(-1).clone()  # the program may write to `index`
     reading_and_sign = match_log_softmax(x.node)
     if index.shape[-1] == 1 and reading_and_sign is not None:
@@ -340,9 +356,9 @@ def gather_entries(x: LazyLogits, index: Tensor) -> Tensor:
 
 
 def scale(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Multiply or divide lazy logits, and return lazy logits. A product of the logits themselves
-    with a number has another temperature. Other products are recorded by `record_elementwise`,
-    which returns NotImplemented if complete tensors are needed.
+    """Multiply or divide lazy logits, and return lazy logits. A number as the other factor changes
+    the temperature with which the logits are computed, so no operation is recorded. All other cases
+    are passed to `record_elementwise`, which returns NotImplemented if complete tensors are needed.
 
     Args:
         name: name of the operation, such as "mul".
@@ -374,8 +390,8 @@ def scale(name: str, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def is_number(value: Any) -> bool:
-    """True if the value is a finite number other than zero. Lazy logits may be multiplied by such a
-    number and stay lazy."""
+    """True if the value is a finite int or float other than zero. Lazy logits can be multiplied or
+    divided by such a number by changing their temperature."""
     return (
         isinstance(value, int | float)
         and not isinstance(value, bool)

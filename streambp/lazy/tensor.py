@@ -53,16 +53,22 @@ ANY_SHAPE_RULES = (
 
 
 def flatten_node(node: Node) -> Node:
-    """Return a recorded function of logits with its N tokens in one dimension. The result [*tokens,
-    W] becomes [N, W], which a `FunctionCalculation` computes block by block."""
+    """Return a recorded function whose result is [N, W] in place of [*tokens, W]: the token
+    dimensions are merged into one. A recorded function consists of operations on logits that the
+    program has called, and that run later, block by block of the N tokens."""
     return map_tokens(node, lambda x: x.reshape(-1, x.shape[-1]))
 
 
 def drop_padding(node: Node, gradient: Tensor) -> tuple[Node, Tensor]:
-    """Return a recorded function of logits and the gradient [N, W] of its result, both without the
-    tokens that are padding. The hidden states of padding were not computed, so the gradient must be
-    zero there. Called for gradients that arrive from other code, such as a user's
-    autograd.Function.
+    """Remove padding from a recorded function and from the gradient of its result, and return both.
+    A recorded function consists of operations on logits that run later. Padding has no hidden
+    states in a batch that was computed without padding, so no gradient can be computed there.
+
+    Called for gradients of logits that come from other code, such as a user's autograd.Function.
+
+    Args:
+        node: the recorded function of N tokens.
+        gradient: gradient [N, W] of the function's result.
 
     Raises:
         BackwardError: the gradient at padding is not zero.
@@ -86,24 +92,28 @@ def drop_padding(node: Node, gradient: Tensor) -> tuple[Node, Tensor]:
 
 
 class LazyLogits(LazyTensor):
-    """Logits [*tokens, W] of a model as a lazy tensor, or a recorded function of logits, which is
-    computed on use. Results are computed block by block. Uses without a rule build the complete
-    tensor.
+    """Lazy tensor for a model's logits [*tokens, V], or for the result [*tokens, W] of operations
+    on them. The tensor has no storage. Elementwise operations are recorded; sums and losses are
+    computed block by block. An operation for which `rules` and `row_rules` have no rule gets the
+    complete tensor, which costs memory.
 
     `LazyLogits.make` creates the tensor.
 
     Attributes:
-        row_rules: dict from an operation's name to its rule, for operations on each token alone.
-        node: the recorded function.
+        row_rules: rules by operation name, for operations that compute each token alone.
+        node: the recorded function: the logits, and the operations on them that were recorded so
+            far.
         width: W.
         tokens: [*tokens], the shape without W.
         request: record of the model call, in which `streambp.describe` reads how the logits were
             used.
-        write_count: number of writes to this tensor's memory that its values already include.
-        successor: the lazy logits that replaced this tensor in an in-place operation; None: none
-            did.
+        write_count: value of the counter of in-place writes (`memory.writes`) when this tensor was
+            last up to date. A higher counter means a write through another view.
+        successor: the lazy logits with the result of the last in-place operation on this tensor;
+            None: there was none, or its result is a complete tensor.
         graph_node: the autograd node that `make` created.
-        follows_engine: True if `follow_engine_node` has made backward run an engine's autograd node.
+        follows_engine: True if `follow_engine_node` has made backward run an engine's autograd
+            node.
     """
 
     config_hint = "StreamConfig(lazy_logits=False)"
@@ -150,14 +160,16 @@ class LazyLogits(LazyTensor):
     def make(
         cls, node: Node, width: int, dtype: torch.dtype, graded: bool, classes: int | None = None
     ) -> LazyLogits:
-        """Return lazy logits with the values [*tokens, W] of a recorded function.
+        """Return lazy logits for the result [*tokens, W] of a recorded function. A recorded
+        function consists of operations on logits that the program has called, and that run later,
+        block by block.
 
         Args:
             node: the recorded function.
             width: W.
             dtype: dtype of the values.
-            graded: True if the result requires a gradient whenever grad mode is on and an input
-                requires one.
+            graded: True: the result requires a gradient if grad mode is on and hidden states or
+                weights require one. False: the result requires no gradient.
             classes: the dimension of size W; None: the last.
         """
         if not graded:
@@ -170,16 +182,17 @@ class LazyLogits(LazyTensor):
 
     @classmethod
     def receive_gradient(cls, ctx: Any, gradient: Tensor | None) -> None:
-        """Store a gradient of the complete tensor, [*tokens, W], until the gradients of the weights
-        are computed.
+        """Store a gradient of these logits that other code has computed, for example the backward
+        of a user's autograd.Function. The backward of `HeadHandle` later computes the gradients of
+        hidden states and weights from it.
 
         Args:
-            ctx: context of the autograd node.
-            gradient: the gradient, from a user's autograd.Function for example.
+            ctx: context of the logits' autograd node.
+            gradient: gradient of the complete tensor, [*tokens, W]; None: nothing is stored.
 
         Raises:
-            BackwardError: the lazy logits were written to or got a hook since their creation, so
-                that the gradient belongs to other values.
+            BackwardError: the lazy logits were changed in place or got a hook since their creation,
+                so the gradient belongs to other values.
         """
         if gradient is None:
             return
@@ -197,8 +210,9 @@ class LazyLogits(LazyTensor):
         FunctionCalculation(node).store_gradients([of_rows])
 
     def share_memory_with(self, base: LazyLogits) -> LazyLogits:
-        """Mark this tensor, made by an operation whose result shares memory in torch, as a view of
-        `base`, and return it."""
+        """Mark this tensor as a view of `base`, and return this tensor. Called for the results of
+        operations whose results share memory with their input in torch, such as slices. The two
+        tensors then share a counter of in-place operations."""
         self.memory = base.memory
         self.write_count = base.write_count
         self.is_view = True
@@ -207,11 +221,12 @@ class LazyLogits(LazyTensor):
     def copy_with(
         self, node: Node | None = None, dtype: torch.dtype | None = None, graded: bool = True
     ) -> LazyLogits:
-        """Return lazy logits that share no memory with these, with another recorded function, dtype
-        or gradient flag.
+        """Return lazy logits like these, but with another recorded function, dtype or gradient
+        flag. The result shares no memory with these logits.
 
         Args:
-            node: the recorded function; None: that of these logits.
+            node: the recorded function: operations on logits that run later. None: the function of
+                these logits.
             dtype: dtype of the values; None: that of these logits.
             graded: True: the result requires a gradient if these logits do; False: the result
                 requires no gradient.
@@ -236,10 +251,12 @@ class LazyLogits(LazyTensor):
         return result
 
     def with_classes(self, classes: int | None) -> LazyLogits:
-        """Return a view whose W entries are in dimension `classes` (None: the last), for losses
-        that expect [B, V, T].
+        """Return a view of these logits with the dimension of size W at another place. torch's
+        losses expect the vocabulary second, as in [B, V, T]. Return these logits themselves if the
+        dimension is at that place already.
 
-        Returns the tensor itself if the entries are in that dimension already.
+        Args:
+            classes: index of the dimension of size W in the view; None: the last.
         """
         if classes == self.classes:
             return self
@@ -248,27 +265,27 @@ class LazyLogits(LazyTensor):
         ).share_memory_with(self)
 
     def casts_to(self, dtype: torch.dtype) -> bool:
-        """True if a cast to `dtype` can stay lazy: `dtype` has all values of this tensor's dtype,
-        and is not float64.
+        """True if a cast to `dtype` gives lazy logits again: `dtype` can represent all values of
+        this tensor's dtype, and is not float64. False: the cast runs on the complete tensor.
 
-        False for integers and bools. A lazy cast does not change the operations that are computed
-        later, and 1 + 1 differs from True + True.
+        False for integers and bools as well. The recorded operations would still run in the
+        original dtype, and for bools 1 + 1 is another value than True + True.
         """
         wider = torch.promote_types(dtype, self.dtype) == dtype
         return self.dtype.is_floating_point and wider and dtype != torch.float64
 
     def current(self) -> LazyLogits:
-        """Return the lazy logits with the current values: this tensor, or the result of the last
-        in-place operation on it."""
+        """Return the lazy logits that have the values of this tensor after all in-place operations.
+        This is the tensor itself if there were none."""
         if self.successor is None:
             return self
         return self.successor.current()
 
     def latest(self, operation: str) -> LazyLogits:
-        """Return the lazy logits with the current values, like `current`.
+        """Return the lazy logits that have the values of this tensor after all in-place operations.
 
         Args:
-            operation: name of the operation that uses them, for the error.
+            operation: name of the operation that will use the logits, for the error's message.
 
         Raises:
             StreamBPError: a user's autograd.Function has changed the logits in place.
@@ -286,8 +303,8 @@ class LazyLogits(LazyTensor):
         return self.current()
 
     def note(self, operation: str) -> None:
-        """Record, for the report of `streambp.describe`, that `operation` needs the complete
-        tensor. Only the first such operation is recorded."""
+        """Record that `operation` needs the complete tensor, which costs memory.
+        `streambp.describe` reports the name of the first such operation."""
         self.request.outcome.built_for = self.request.outcome.built_for or operation
 
     @classmethod
@@ -295,8 +312,8 @@ class LazyLogits(LazyTensor):
         """Run an operation that has no rule, with complete tensors in place of lazy arguments.
         Return the operation's result.
 
-        If the operation is `register_hook` or `retain_grad`, the hook is on the complete tensor. A
-        later gradient at the lazy tensor's own autograd node would bypass the hook, and raises.
+        `register_hook` and `retain_grad` thus act on the complete tensor. A gradient that arrives
+        at the lazy tensor later would not pass that tensor, so it raises an error.
 
         Args:
             func: torch's function.
@@ -311,16 +328,18 @@ class LazyLogits(LazyTensor):
         return result
 
     def follows_rules(self) -> bool:
-        """True if operations on this tensor may be computed by rules, which need no complete
-        tensor. False once a complete tensor, or the result of a user's autograd.Function, has
-        replaced this tensor."""
+        """True if operations on this tensor may be computed by rules, block by block. False once a
+        complete tensor, or the result of a user's autograd.Function, has replaced this tensor:
+        operations then run on the complete tensor."""
         return self.materialized_tensor is None and self.has_own_node()
 
     def check(self, operation: str) -> None:
         """Raise `StreamBPError` if the logits were changed in place through another view. Otherwise
-        make backward run the autograd node that DDP or ZeRO-3 may have inserted after the logits
-        (`follow_engine_node`). `operation` is the name of the operation that uses the logits, for
-        the error."""
+        call `follow_engine_node`. Every operation on the logits calls this method first.
+
+        Args:
+            operation: name of the operation, for the error's message.
+        """
         super().check(operation)
         if self.write_count != self.memory.writes:
             raise StreamBPError(
@@ -331,10 +350,13 @@ class LazyLogits(LazyTensor):
         self.follow_engine_node()
 
     def follow_engine_node(self) -> None:
-        """Make backward run the autograd node that an engine (DDP, ZeRO-3) has inserted after these
-        logits, although no gradient of the logits reaches that node. The node tells ZeRO-3 that
-        the model's backward begins, and DDP's late reductions wait for the node. All results that
-        are computed from now on run the node."""
+        """Make backward run the autograd node that an engine (DDP, ZeRO-3) has inserted after a
+        model's logits. The node tells ZeRO-3 that the model's backward begins; DDP's late
+        reductions wait for it. The node would not run otherwise, because no gradient of the logits
+        exists.
+
+        All results that are computed from these logits from now on run the node.
+        """
         node_name = type(self.grad_fn).__name__
         if self.follows_engine or not torch.is_grad_enabled():
             return
@@ -359,15 +381,17 @@ class LazyLogits(LazyTensor):
             self.follows_engine = True
 
     def hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
-        """Register DeepSpeed's tensor hook that scales gradients, for the gradients of all results
-        computed from now on.
+        """Register DeepSpeed's tensor hook that scales gradients. The hook then scales the
+        gradients of all results that are computed from these logits from now on, because the logits
+        themselves get no gradient.
 
         Args:
             hook: takes a gradient, of this shape or a single number [1], and returns the scaled
                 gradient or None. `is_scaling_hook` recognizes DeepSpeed's hook by its name.
 
         Returns:
-            The hook's handle; NotImplemented for hooks of other code.
+            The hook's handle; NotImplemented for hooks of other code, which need the complete
+                tensor.
         """
         if not is_scaling_hook(hook):
             return NotImplemented
@@ -385,18 +409,22 @@ class LazyLogits(LazyTensor):
             return Tensor.register_hook(self, hook)  # serves a Function with this input
 
     def has_own_node(self) -> bool:
-        """True if this tensor's `grad_fn` is the autograd node from `make`, or an engine's node
-        inserted behind it. Another node is that of a user's autograd.Function, so rules no longer
-        apply."""
+        """True if this tensor's `grad_fn` is still the autograd node from `make`, or a node that
+        DDP or ZeRO-3 has inserted behind it. False if a user's autograd.Function has returned this
+        tensor and so replaced the node. Operations on the tensor may be computed block by block
+        only if this is True."""
         grad_fn = self.grad_fn
         return grad_fn is self.graph_node or type(grad_fn).__name__ in (PRE_BACKWARD, DDP_SINK)
 
     def compute(
         self, calculation: StatisticsCalculation | FunctionCalculation
     ) -> tuple[Tensor, ...]:
-        """Return the results of a calculation from these logits, [N, ...] each for N tokens.
+        """Run a calculation from these logits, and return its results for N tokens, [N, ...] each.
 
         The results are differentiable in grad mode if these logits require a gradient.
+
+        Args:
+            calculation: computes softmax statistics or a recorded function, block by block.
         """
         graded = self.requires_grad and torch.is_grad_enabled()
         graded = graded and not torch.is_inference_mode_enabled()
@@ -409,15 +437,15 @@ class LazyLogits(LazyTensor):
             return values
 
     def values(self) -> Tensor:
-        """Return the complete tensor [*tokens, W], in grad mode differentiable up to hidden states
-        and weights."""
+        """Compute the complete tensor [*tokens, W] and return it. The result is differentiable in
+        grad mode, up to hidden states and weights."""
         (values,) = self.compute(FunctionCalculation(flatten_node(self.node)))
         real = values.to(self.dtype).view(*self.tokens, self.width)
         return real if self.classes is None else real.movedim(-1, self.classes)
 
     def build(self) -> Tensor:
-        """Return the complete tensor [*tokens, W], differentiable if the lazy logits are, in any
-        grad mode."""
+        """Return the complete tensor [*tokens, W]: a real tensor with all values. The result is
+        differentiable, in any grad mode, if these lazy logits require a gradient."""
         if self.materialized_tensor is not None:
             return self.materialized_tensor
         with torch.set_grad_enabled(self.requires_grad):
@@ -427,8 +455,12 @@ class LazyLogits(LazyTensor):
             return complete
 
     def become(self, result: LazyLogits | Tensor) -> None:
-        """Record the result of an in-place operation: this tensor has the values of `result`
-        [*tokens, W] from now on."""
+        """Replace this tensor's values by new ones after an in-place operation.
+
+        Args:
+            result: lazy logits or a complete tensor [*tokens, W] with the new values. All later
+                operations on this tensor use `result`.
+        """
         self.memory.writes += 1
         if self.graph_node is not None:
             self.graph_node.passed_by = "something was written to"
@@ -467,11 +499,13 @@ class LazyLogits(LazyTensor):
         return super().apply_rule(func, name, args, kwargs)
 
     def write(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        """Run an operation that changes these logits in place, and return these logits or the
-        operation's result. The logits become another recorded function, or the complete tensor.
+        """Run an operation that changes these logits in place, such as `div_`. Return these logits,
+        or the operation's result if it is another object.
 
-        Under no_grad, torch keeps the autograd node of a tensor that an operation writes to. No
-        rule can do the same, so the complete tensor is written to.
+        If the operation has a rule, it is recorded, and the logits stay lazy. Otherwise a complete
+        tensor is changed, and replaces these logits in all later operations. This also holds under
+        no_grad for logits that require a gradient: torch would keep their autograd node, which no
+        rule can do.
 
         Args:
             func: torch's function.
@@ -525,10 +559,12 @@ class LazyLogits(LazyTensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Run an operator of torch's dispatcher on complete tensors. Such calls come from C++ code,
-        which bypasses the rules. An operator that writes to its arguments raises `StreamBPError`.
+        """Run an operator of torch's dispatcher with complete tensors in place of lazy logits. Only
+        C++ code calls operators here; calls from Python arrive at `__torch_function__`. The
+        complete tensors have no graph, because autograd has recorded the operator already.
 
-        Autograd has already recorded the operator, so the complete tensors have no graph.
+        Raises:
+            StreamBPError: the operator writes to one of its arguments.
         """
         if func._schema.is_mutable:
             raise StreamBPError(

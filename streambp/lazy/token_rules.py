@@ -24,10 +24,11 @@ from streambp.lazy.tensor import LazyLogits
 
 
 def index(x: LazyTensor, at: Any) -> Any:
-    """Return x[at] of a lazy tensor [*tokens, W] without the complete tensor. `at` selects tokens.
-    If x is lazy logits, `at` may also select vocabulary entries, in the last dimension.
+    """Compute x[at] for a lazy tensor x [*tokens, W], whose values are not stored. An index of
+    tokens gives a lazy tensor. The last dimension of lazy logits may be indexed or sliced too.
 
-    Returns NotImplemented for any other index, such as a NumPy array.
+    Return NotImplemented for any other index, such as a NumPy array. The caller then indexes the
+    complete tensor.
     """
     parts: list[Any] = []
     for part in at if isinstance(at, tuple) else (at,):
@@ -103,17 +104,18 @@ def apply_along_dim(
     method: Callable[..., Any], at: int, name: str, x: LazyTensor, *args: Any, **kwargs: Any
 ) -> Any:
     """Apply a torch method, such as `select`, along a token dimension of a lazy tensor [*tokens,
-    W]. The result is a lazy tensor, or a tuple of lazy tensors from methods such as `split`.
+    W]. Return a lazy tensor, or a tuple of lazy tensors from methods such as `split`. Results are
+    views, except those of `index_select`, which may repeat tokens.
 
-    Results are views; `index_select` copies instead, and may repeat tokens. Returns NotImplemented
-    for the dimension of size W.
+    Return NotImplemented for the dimension of size W. The caller then applies the method to the
+    complete tensor.
 
     Args:
         method: torch's method.
-        at: index in `args` of the argument that names the dimension.
+        at: index in `args` of the method's argument `dim`.
         name: name of the method.
         x: the lazy tensor.
-        args: the method's positional arguments.
+        args: the method's positional arguments, without x.
         kwargs: the method's keyword arguments.
     """
     positional = list(args)
@@ -139,13 +141,15 @@ def apply_along_dim(
 
 
 def view(x: LazyTensor, *shape: Any) -> Any:
-    """Return a view of a lazy tensor with reshaped tokens, [*tokens, W] -> [*sizes, W].
+    """Return a view of a lazy tensor with reshaped token dimensions, [*tokens, W] -> [*sizes, W].
 
-    Returns NotImplemented if the last dimension would change.
+    Return NotImplemented if the last dimension would change. The caller then reshapes the complete
+    tensor.
 
     Args:
         x: the lazy tensor.
-        shape: sizes of the result, with W or -1 at the end, as integers or one sequence.
+        shape: arguments of torch's view: sizes of the result, as integers or one sequence, with W
+            or -1 at the end.
     """
     sizes = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
     if (
@@ -161,19 +165,25 @@ def view(x: LazyTensor, *shape: Any) -> Any:
 
 
 def flatten(x: LazyTensor, start_dim: int = 0, end_dim: int = -1) -> Any:
-    """Merge token dimensions of a lazy tensor [*tokens, W]; NotImplemented if the last dimension is
-    among them."""
+    """Merge the token dimensions `start_dim` to `end_dim` of a lazy tensor [*tokens, W]. Return
+    NotImplemented if the last dimension is among them; the caller then flattens the complete
+    tensor."""
     if not is_of_tokens(x, start_dim) or not is_of_tokens(x, end_dim):
         return NotImplemented
     return x.with_tokens(lambda t: t.flatten(start_dim % x.dim(), end_dim % x.dim()))
 
 
 def take_along_dim(x: LazyTensor, indices: Any, dim: Any = None) -> Any:
-    """Select tokens of a lazy tensor [*tokens, W] along one token dimension, at indices [..., n,
-    1]. The result is a copy and may repeat tokens.
+    """Select tokens of a lazy tensor [*tokens, W], like torch.take_along_dim along a token
+    dimension. The result is a lazy tensor, not a view, and may repeat tokens.
 
-    Returns NotImplemented for the last dimension, and for indices that differ between the W
-    entries.
+    Return NotImplemented if `dim` is the last dimension, and for indices that differ between the W
+    entries of a token. The caller then computes the complete tensor.
+
+    Args:
+        x: the lazy tensor.
+        indices: [..., n, 1], positions along `dim`; the last dimension must have size 1.
+        dim: the token dimension.
     """
     if (
         not isinstance(indices, Tensor)
@@ -189,7 +199,8 @@ def take_along_dim(x: LazyTensor, indices: Any, dim: Any = None) -> Any:
 
 def squeeze(x: LazyTensor, dim: Any = None) -> Any:
     """Remove the token dimension `dim` of size 1 from a lazy tensor [*tokens, W], or all token
-    dimensions of size 1 if `dim` is None. NotImplemented if the last dimension would be removed."""
+    dimensions of size 1 if `dim` is None. Return NotImplemented if the last dimension would be
+    removed; the caller then squeezes the complete tensor."""
     if dim is None and x.shape[-1] != 1:
         return x.with_tokens(
             lambda t: t.reshape(*(size for size in x.shape[:-1] if size != 1), t.shape[-1])
@@ -200,8 +211,9 @@ def squeeze(x: LazyTensor, dim: Any = None) -> Any:
 
 
 def unsqueeze(x: LazyTensor, dim: int) -> Any:
-    """Insert a token dimension of size 1 into a lazy tensor [*tokens, W]; NotImplemented after the
-    last dimension."""
+    """Insert a dimension of size 1 before dimension `dim` of a lazy tensor [*tokens, W]. Return
+    NotImplemented for a place after the last dimension; the caller then uses the complete
+    tensor."""
     at = dim + x.dim() + 1 if dim < 0 else dim
     if at == x.dim():
         return NotImplemented
@@ -209,8 +221,9 @@ def unsqueeze(x: LazyTensor, dim: int) -> Any:
 
 
 def transpose(x: LazyTensor, dim0: int, dim1: int) -> Any:
-    """Exchange two token dimensions of a lazy tensor [*tokens, W], or move W to the second
-    dimension and back; NotImplemented for other dimensions."""
+    """Exchange two token dimensions of a lazy tensor [*tokens, W], or move the dimension of size W
+    to the second place and back. Return NotImplemented for other dimensions; the caller then
+    transposes the complete tensor."""
     order = list(range(x.dim()))
     a = dim0 % x.dim()
     b = dim1 % x.dim()
@@ -219,10 +232,10 @@ def transpose(x: LazyTensor, dim0: int, dim1: int) -> Any:
 
 
 def permute(x: LazyTensor, *dims: Any) -> Any:
-    """Permute the token dimensions of a lazy tensor [*tokens, W], or move W to the second dimension
-    and back. Other permutations return NotImplemented.
+    """Permute the token dimensions of a lazy tensor [*tokens, W], or move the dimension of size W
+    to the second place and back. Losses of torch expect the vocabulary in the second dimension.
 
-    torch's losses expect the vocabulary in the second dimension.
+    Return NotImplemented for other permutations; the caller then permutes the complete tensor.
     """
     order_of_dims = dims[0] if len(dims) == 1 and not isinstance(dims[0], int) else dims
     order = [dim % x.dim() for dim in order_of_dims]
@@ -240,9 +253,9 @@ def permute(x: LazyTensor, *dims: Any) -> Any:
 
 
 def to(x: LazyTensor, *args: Any, **kwargs: Any) -> Any:
-    """Cast a lazy tensor to a wider dtype on the same device; NotImplemented for other casts. The
-    result is lazy: values are computed in float32 or wider anyway. The arguments are those of
-    torch.Tensor.to."""
+    """Cast a lazy tensor to a wider dtype on the same device, as `torch.Tensor.to` does, and return
+    a lazy tensor. Values are computed in float32 or wider in any case. Return NotImplemented for
+    other casts and for other devices; the caller then uses the complete tensor."""
     targets = [*args, *kwargs.values()]
     dtypes = [value for value in targets if isinstance(value, torch.dtype)]
     dtypes += [value.dtype for value in targets if isinstance(value, Tensor)]
@@ -257,24 +270,25 @@ def to(x: LazyTensor, *args: Any, **kwargs: Any) -> Any:
 
 
 def _iterate(x: LazyTensor) -> Any:
-    """Return an iterator over the first dimension of a lazy tensor [*tokens, W]; NotImplemented for
-    a lazy tensor [W]."""
+    """Return an iterator over the first dimension of a lazy tensor [*tokens, W], for `iter(x)`.
+    Return NotImplemented for a lazy tensor [W]; the caller then iterates over the complete
+    tensor."""
     if x.dim() > 1:
         return iter(x.unbind(0))
     return NotImplemented
 
 
 def _make_contiguous(x: LazyTensor, *_: Any, **__: Any) -> Any:
-    """Return the lazy tensor itself, or a lazy copy if the complete tensor would not be contiguous.
-    The copy counts as contiguous."""
+    """Return the result of `x.contiguous()`: x itself if the complete tensor would be contiguous,
+    otherwise a lazy copy."""
     if not x.is_view or (x.classes is None and x.origin.is_contiguous()):
         return x
     return x.copy_with()
 
 
 def _cast_to_float32(x: LazyTensor, *_: Any, **__: Any) -> Any:
-    """Cast a lazy tensor to float32 (`.float()`), but keep float64; NotImplemented for integers and
-    bools."""
+    """Return the result of `x.float()` for a lazy tensor. float64 stays float64. Return
+    NotImplemented for integers and bools; the caller then casts the complete tensor."""
     if x.casts_to(torch.float32):
         return to(x, torch.float32)
     return to(x, torch.promote_types(x.dtype, torch.float32))
