@@ -31,8 +31,8 @@ TOKENS_IN_PLACE = 2048
 def block_size(
     vocabulary: int, dtype: torch.dtype, device: torch.device, full_vocabulary: bool = False
 ) -> tuple[int, int]:
-    """Return the size of a block of logits, which are computed block by block: the number of
-    tokens, and the number of vocabulary entries.
+    """Return the size of a block of logits as a pair: number of tokens, number of vocabulary
+    entries. The logits are computed block by block.
 
     The result does not depend on values of tensors, so that runs are bitwise reproducible. Each
     block of tokens reads and writes the weight's gradient dW, 4 V h bytes each, so blocks need many
@@ -58,16 +58,16 @@ def block_size(
 
 @dataclasses.dataclass(frozen=True)
 class Projection:
-    """Map from the output projection's matrix product to logits: softcap(logit_scale * product) /
+    """Steps from the output projection's matrix product to logits: softcap(logit_scale * product) /
     temperature, where product = hidden @ W^T + bias.
 
     Attributes:
         logit_scale: factor of the products.
         softcap: bound of the logits, softcap * tanh(x / softcap); None: no softcap.
         temperature: divisor of the logits.
-        slope: factor that the model's own code applies to the products before tanh, if there is a
-            softcap: slope = logit_scale / softcap up to rounding. The number is stored to repeat
-            the code's rounding when complete logits are computed.
+        slope: factor of the products inside of tanh, where the model's own code computes softcap *
+            tanh(slope * product). The factor equals logit_scale / softcap up to rounding, and is
+            stored to round complete logits like the model. Ignored if softcap is None.
     """
 
     logit_scale: float = 1.0
@@ -86,12 +86,12 @@ class Projection:
         return logits if self.temperature == 1.0 else logits / self.temperature
 
     def backward(self, grad: Tensor, logits: Tensor) -> Tensor:
-        """Return the gradient [n, v] of the product hidden @ W^T + bias, from which the method
-        `logits` computes logits by scale, softcap and temperature.
+        """Return the gradient [n, v] of the matrix product hidden @ W^T + bias, for a gradient of
+        the logits that `logits` has computed from the product.
 
         Args:
             grad: gradient of the logits [n, v]; overwritten with the result.
-            logits: the logits [n, v] that the method `logits` returned.
+            logits: the logits [n, v], from the method `logits`.
         """
         if self.softcap is not None:
             grad.mul_(1.0 - (logits * (self.temperature / self.softcap)).square())
@@ -130,8 +130,8 @@ class HeadProducts:
             return torch_own.add(nn_own.linear(hidden, weight[columns]), bias)
 
     def weight(self, dtype: torch.dtype) -> Tensor:
-        """Return the weight [V, h] in this dtype. The weight is cast once, and the cast weight is
-        kept for later calls. The bias is cast as well, unless it keeps its wider dtype."""
+        """Return the weight [V, h] cast to `dtype`. The cast weight is stored for later calls. The
+        bias is cast as well, unless it keeps its wider dtype (`keeps_dtype`)."""
         if self._weight.dtype != dtype:
             self._weight = self._weight.to(dtype)
         bias = self._bias
@@ -143,15 +143,15 @@ class HeadProducts:
 
 
 def token_blocks(count: int, tokens: int = TOKENS_PER_BLOCK) -> Iterator[slice]:
-    """Return slices that cut the range from 0 to `count` (tokens, or vocabulary entries) into
-    blocks of `tokens` entries. The last block may be shorter.
-    """
+    """Return an iterator over slices that divide the range from 0 to `count` into blocks of
+    `tokens` entries. The last block may be shorter. Used for tokens, and for vocabulary entries."""
     return (slice(start, min(start + tokens, count)) for start in range(0, count, tokens))
 
 
 @dataclasses.dataclass(frozen=True)
 class Fold:
-    """Softmax statistics of n tokens over a part of the vocabulary, [n] each, with logits z. The
+    """Softmax statistics of n tokens over a part of the vocabulary, from which log-probabilities
+    and entropy are computed. Each field is [n]. z are the logits of a token in this part. The
     statistics of several parts can be merged.
 
     All but `best` are in promote_types(dtype, float32).
@@ -175,18 +175,18 @@ class Fold:
     best: Tensor
 
     def lse(self) -> Tensor:
-        """Return the log of the sum of exp over the part's logits, [n]."""
+        """Return the logsumexp of each token's logits in this part of the vocabulary, [n]."""
         return self.max + torch_own.log(self.sum)
 
     def results(
         self, labels: Tensor, fields: Collection[str], entries: int
     ) -> tuple[Tensor | None, ...]:
-        """Return the fields of `TokenLogProbs` in their order, [n] each: log_probs, entropy,
+        """Return the fields of `TokenLogProbs` as a tuple, [n] each: log_probs, entropy,
         mean_log_probs, is_top1, mean_logits, log_sum_sq_probs. All but log_probs are None unless
         their name is in `fields`.
 
-        Call this method on the `Fold` of the full vocabulary alone. If several `Fold`s have a part
-        of the vocabulary each, `merge` them first.
+        The statistics must cover the full vocabulary. Statistics of parts of the vocabulary must be
+        merged before (`merge`).
 
         Args:
             labels: the labels [n].
@@ -217,10 +217,12 @@ class Fold:
         )
 
     def merge(self, later_fold: Fold) -> Fold:
-        """Return the softmax statistics over two parts of the vocabulary together.
+        """Return the softmax statistics of two parts of the vocabulary together: of this part and
+        of a later part.
 
         Args:
-            later_fold: statistics of a part that comes later in the vocabulary.
+            later_fold: statistics of the same tokens over a part that comes later in the
+                vocabulary.
         """
         top = torch_own.maximum(self.max, later_fold.max)
         base = _finite_maximum(top)
@@ -311,12 +313,13 @@ def fold_vocabulary(
 
 
 def locate(labels: Tensor, block: slice) -> tuple[Tensor, Tensor]:
-    """Return two tensors [n]: a bool mask, and columns of a block of logits. The mask is True for
-    labels inside the block. The column is that of the label's logit, or 0 if the mask is False.
+    """Find the labels' columns in a block of logits [n, v], which has some of the vocabulary
+    entries. Return two tensors [n]: a bool mask that is True for labels inside of the block, and
+    the column of each label's logit, 0 where the mask is False.
 
     Args:
         labels: the labels [n], indices in the full vocabulary.
-        block: slice of the full vocabulary with the block's entries.
+        block: slice of the full vocabulary with the block's v entries.
     """
     in_block = (labels >= block.start) & (labels < block.stop)
     return in_block, torch_own.where(in_block, labels - block.start, 0)

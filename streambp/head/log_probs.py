@@ -108,8 +108,8 @@ class TokenLogProbs:
 
 @dataclasses.dataclass
 class HeadInputs:
-    """Inputs of the output projection and the loss other than hidden [N, h], weight [V, h] and bias
-    [V]: labels, final norm and settings.
+    """Labels, final norm and settings with which an output projection and its loss are computed.
+    Hidden states [N, h], weight [V, h] and bias [V] are not included.
 
     Attributes:
         labels: the labels [N].
@@ -138,10 +138,11 @@ class HeadInputs:
 
     @functools.cached_property
     def rows(self) -> Tensor | None:
-        """Return the positions [n] that have a label, in order; None if all N positions have one.
+        """Return the indices [n] of the positions that have a label, in increasing order; None if
+        all N positions have one.
 
-        Labels without data (on the meta device) give a tensor of all N positions, and not None.
-        The memory prediction runs on meta and thus counts the tensor, which most batches need.
+        Labels without data (on the meta device) give all N indices, and not None, because the
+        memory prediction runs on meta and must count this tensor, which most batches need.
         """
         if not has_data(self.labels):
             return torch.arange(self.labels.shape[0], device=self.labels.device)
@@ -187,8 +188,8 @@ class HeadInputs:
     def block_size(
         self, hidden: Tensor, vocabulary: int, full_vocabulary: bool = False
     ) -> tuple[int, int]:
-        """Return the size of a block of logits, which are computed block by block: the number of
-        tokens, and the number of vocabulary entries.
+        """Return the size of a block of logits as a pair: number of tokens, number of vocabulary
+        entries. The logits are computed block by block.
 
         Args:
             hidden: the hidden states [N, h] before the final norm.
@@ -479,8 +480,8 @@ class BlockwiseLogProbs(torch.autograd.Function):
 
 
 class HeadGradients:
-    """Gradients of hidden states, output projection and final norm, summed over blocks of tokens
-    and of vocabulary entries.
+    """Sums of the gradients of hidden states, output projection and final norm. The logits are
+    recomputed block by block, and each block's gradient is added.
 
     Call `recompute` for each block of tokens, then `add_block` for each block of the vocabulary,
     then `finish_tokens`. `results` returns the gradients at the end. The weight's gradient is
@@ -520,11 +521,11 @@ class HeadGradients:
         self.d_normed: Tensor | None = None
 
     def recompute(self, rows: Tensor | None, block: slice) -> tuple[Tensor, Tensor]:
-        """Return a block of hidden states [n, h] as a leaf tensor, and their final norm [n, h] with
-        a graph from the leaf.
+        """Recompute the final norm of a block of n tokens. Return their hidden states [n, h] as a
+        leaf tensor, and the norm's output [n, h] with a graph from this leaf.
 
         Args:
-            rows: positions [n] with a label; None: all positions.
+            rows: indices of the positions with a label; None: all positions.
             block: slice of `rows` (of all positions, if None) with the block's tokens.
         """
         positions = block if rows is None else rows[block]
@@ -536,8 +537,8 @@ class HeadGradients:
     def add_block(
         self, grad: Tensor, normed: Tensor, products: HeadProducts, columns: slice
     ) -> None:
-        """Add the gradients that follow from one block of matrix products to the summed gradients
-        of the weight, the bias and the block's normed hidden states.
+        """Add the gradients that follow from one block of the output projection's matrix products
+        to the sums: of the weight, the bias and the block's normed hidden states.
 
         Args:
             grad: gradient of the loss with respect to the matrix products [n, v].
@@ -557,15 +558,16 @@ class HeadGradients:
     def finish_tokens(
         self, leaf: Tensor, normed: Tensor, shadows: list[Tensor], rows: Tensor | None, block: slice
     ) -> None:
-        """Differentiate the final norm of a block of tokens, after `add_block` for all vocabulary
-        entries, and write the block's rows of the hidden states' gradient [N, h].
+        """Differentiate the final norm of a block of n tokens, and write their gradients into the
+        hidden states' gradient [N, h]. Called after `add_block` was called for all vocabulary
+        entries.
 
         Args:
-            leaf: [n, h], from `recompute`.
-            normed: [n, h], from `recompute`.
-            shadows: detached aliases of the norm's parameters, which replaced the parameters in
-                `recompute`, and for which the norm is differentiated.
-            rows: positions [n] with a label; None: all positions.
+            leaf: hidden states [n, h] of the tokens, from `recompute`.
+            normed: the norm's output [n, h], from `recompute`.
+            shadows: detached aliases of the norm's parameters. The norm was computed with the
+                aliases, and is differentiated with respect to them.
+            rows: indices of the positions with a label; None: all positions.
             block: slice of `rows` (of all positions, if None) with the block's tokens.
         """
         if self.d_normed is None:
@@ -584,12 +586,13 @@ class HeadGradients:
         self.d_norm.add(parts)
 
     def result_buffers(self) -> tuple[Tensor | None, ...]:
-        """Return the tensors into which `results` will write the gradients of hidden [N, h], weight
-        [V, h] and bias [V]; None for a gradient that is not computed. Allocated before `results`,
-        which works in place and cannot be repeated after running out of memory.
+        """Return tensors into which `results` can write the gradients of hidden [N, h], weight [V,
+        h] and bias [V]; None for a gradient that is not computed. `results` changes the sums in
+        place, so it cannot be called again after running out of memory. This method therefore
+        allocates all memory before.
 
-        A sum of gradients that has its parameter's dtype is used itself, so `results` writes in
-        place. Other sums get a new tensor.
+        A sum that has its parameter's dtype already is returned itself. Other sums get a new
+        tensor.
         """
         sums = (
             (self.d_hidden, self.hidden),
@@ -644,11 +647,12 @@ class HeadGradients:
         )
 
     def _of_labelled_rows(self, factor: Tensor | None) -> Tensor | None:
-        """Return a factor for each row (position) of the hidden states' gradient, [N, 1]: the
-        scalar `factor` for rows with a label, 1 elsewhere. Return `factor` itself if it is None,
-        all rows have a label, or the hidden states have no gradient.
+        """Return factors by which to multiply the rows of the hidden states' gradient [N, h]:
+        `factor` for rows with a label, 1 for other rows, as a tensor [N, 1]. The gradient of other
+        rows is zero, and an infinite factor would turn zero into NaN.
 
-        Rows without a label have a gradient of zero, which an infinite factor would turn into NaN.
+        Return `factor` itself if it is None, if all rows have a label, or if the hidden states have
+        no gradient.
         """
         rows = self.inputs.rows
         if factor is None or rows is None or self.d_hidden is None:
@@ -659,9 +663,13 @@ class HeadGradients:
 
 
 def _output_buffer(total: Tensor, like: Tensor) -> Tensor:
-    """Return the tensor into which a gradient with the dtype of `like` will be written. `total`,
-    the sum of the gradients, is used itself if it has this dtype; otherwise an empty tensor of its
-    shape."""
+    """Return a tensor into which `_finish_gradient` can write a gradient. The result is `total`
+    itself if it has the dtype of `like`, otherwise a new, empty tensor in this dtype.
+
+    Args:
+        total: the sum of a gradient.
+        like: a tensor with the gradient's final dtype.
+    """
     return total if total.dtype == like.dtype else torch.empty_like(total, dtype=like.dtype)
 
 

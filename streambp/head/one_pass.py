@@ -41,13 +41,16 @@ MIN_LOSS_SCALE = 2.0**-64
 
 
 class PendingGradients:
-    """State of a patched model whose losses compute their gradients in forward: the last loss's
-    gradients, until backward returns them, and the expected loss scale.
+    """State of a patched model's losses, which compute their gradients together with the loss in
+    forward. The state refers to the gradients of the last loss, and has the expected loss scale.
+
+    The state is true, in a test by `if`, while the last loss's gradients wait for backward.
 
     Attributes:
         work: weak reference to the last loss's gradients; None: no loss was computed yet.
-        factor: the expected loss scale, of a GradScaler for example: the last gradient that arrived
-            at a loss, divided by the gradient of an unscaled loss. None: no backward has run yet.
+        factor: the loss scale to expect, for example that of a GradScaler: the last gradient that
+            arrived at a loss, divided by the gradient of an unscaled loss. None: no backward has
+            run yet.
         drop_saves: function that frees tensors saved by layers under saves="auto". The function
             returns True if it freed any. None: layers save nothing automatically.
     """
@@ -60,9 +63,10 @@ class PendingGradients:
         return self.work is not None and self.work() is not None
 
     def learn(self, factor: Tensor) -> None:
-        """Store the loss scale to expect in the next step.
+        """Store the loss scale that the next step is expected to have. Called in backward, when the
+        scale of this step is known.
 
-        A factor of 0, or with a size outside of 2^-64 to 2^64, counts as 1.
+        A factor of 0, or with an absolute value outside of 2^-64 to 2^64, counts as 1.
 
         Args:
             factor: a scalar: the gradient that arrived at the loss, divided by the gradient of an
@@ -85,14 +89,15 @@ def _bounded_scale(scale: Tensor) -> Tensor:
 
 
 def can_run_in_one_pass(hidden: Tensor, pending: PendingGradients) -> bool:
-    """True if the loss may compute its gradient for hidden [N, h] already in forward, in one pass.
+    """True if a loss may compute its gradients already in forward, together with the loss. The
+    logits are then computed once, and not again in backward.
 
     False in no_grad mode, in float16 (small gradients could underflow), and under saved-tensor
     hooks, such as checkpoint's. Also False while the gradients of an earlier loss wait for its
     backward.
 
     Args:
-        hidden: the hidden states, whose dtype and device count.
+        hidden: the hidden states [N, h], whose dtype and device count.
         pending: the state of the patched model's losses.
     """
     in_float16 = torch.float16 in (hidden.dtype, autocast_dtype(hidden.device.type))
@@ -101,11 +106,13 @@ def can_run_in_one_pass(hidden: Tensor, pending: PendingGradients) -> bool:
 
 
 class OnePassNLL(torch.autograd.Function):
-    """Autograd function from hidden states [N, h], weight [V, h], bias [V] or None, and the norm's
-    parameters to the sum of -log p of all labels, a scalar.
+    """Autograd function that returns the sum of -log p of all labels, a scalar. Inputs are hidden
+    states [N, h], weight [V, h], bias [V] or None, and the norm's parameters.
 
-    Forward computes the gradients together with the loss, for an expected gradient of the loss.
-    Backward multiplies the gradients by the true gradient of the loss over the expected one."""
+    Forward computes the gradients of these inputs together with the loss, for an expected gradient
+    of the loss. Backward multiplies these gradients by the true gradient of the loss, divided by
+    the expected gradient. The logits are thus computed once, in forward.
+    """
 
     @staticmethod
     def forward(
@@ -175,9 +182,12 @@ class OnePassNLL(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients that forward computed, multiplied by upstream / expected: `upstream`
-        is the loss's gradient, a scalar, and forward assumed the expected value in its place. The
-        first three results are None; hidden, weight, bias and the norm's parameters follow.
+        """Return the gradients that forward computed, multiplied by upstream / expected. `expected`
+        is the gradient of the loss that forward assumed. The results are None for `inputs`,
+        `pending` and `scale`, then the gradients of hidden, weight, bias and the norm's parameters.
+
+        Args:
+            upstream: the gradient of the loss, a scalar.
 
         Raises:
             BackwardError: this is the second backward, or second derivatives are requested

@@ -24,7 +24,7 @@ from streambp.layer.recompute import Autocast, Parameters
 
 @dataclasses.dataclass(eq=False)
 class HeadOutcome:
-    """Facts, for `describe`, on how the logits of one forward were used.
+    """Facts on how the logits of one forward were used, which `streambp.describe` reports.
 
     Attributes:
         loss_in_blocks: True if a loss was computed block by block, without complete logits.
@@ -32,8 +32,8 @@ class HeadOutcome:
         computed: names of other results that were computed block by block, as keys of a dict.
         built_for: name of the operation that required the complete logits [B, T, V]; None: the
             complete logits were not computed.
-        hidden_built_for: name of the operation that required the output projection's complete
-            input; None: the input was not computed as a whole.
+        hidden_built_for: name of the operation that required the output projection's complete input
+            [B, T, h]; None: only blocks of the input were computed.
     """
 
     loss_in_blocks: bool = False
@@ -45,16 +45,17 @@ class HeadOutcome:
 
 @dataclasses.dataclass(eq=False)
 class HeadRequest:
-    """Options of the output projection in one forward of the model, and the results of a loss over
-    its logits. The logits are computed later, where the program uses them.
+    """Record of the output projection in one forward of the model: options for computing logits,
+    and results of a loss. The forward itself computes no logits; the logits are computed later,
+    where the program uses them.
 
     Attributes:
-        pending: state of the model's losses: gradients that a loss has computed in forward, until
-            backward returns them.
+        pending: gradients that a loss of the model has computed in forward, until backward returns
+            them.
         requested_outputs: names of fields of `TokenLogProbs` that a loss must store in `values`
             besides log_probs; None: only the loss itself is needed.
         temperature: divisor of the logits.
-        in_float32: True if products are computed in float32.
+        in_float32: True if the output projection's matrix products are computed in float32.
         norms: norms that may be computed later, with the logits: final norms of the decoder that
             ends in this output projection. Other norms (an encoder's) run in the model's forward.
         num_items: num_items_in_batch, by which the model divides the sum of its loss; None: not
@@ -64,7 +65,7 @@ class HeadRequest:
         handed_out: True if user code receives these logits, and may read them at padding.
         values: per-token results of a loss over these logits, [N] each. None before a loss, or if
             the loss computed only its value.
-        hidden_states: returns [N, h], the hidden states from which the values were computed, before
+        hidden_states: returns [N, h], the hidden states from which `values` were computed, before
             `norm` if there is one.
         norm: the final norm, or None if `hidden_states` returns normed hidden states.
         outcome: facts on how the logits were used, for `describe`.
@@ -88,13 +89,13 @@ class HeadRequest:
 
 
 class InputSnapshot(NamedTuple):
-    """Snapshot of the tensors from which logits will be computed. Backward compares it with a later
-    snapshot to detect changes.
+    """Snapshot of the tensors from which logits will be computed. Backward takes a second snapshot,
+    and raises an error if the two differ.
 
     Attributes:
         autocast: the autocast state.
-        versions: shape and torch's version counter of each tensor; -1 for inference tensors, which
-            count no versions.
+        versions: pairs of the shape and the version counter of each tensor. The counter is -1 for
+            inference tensors, which have none.
     """
 
     autocast: Autocast
@@ -103,26 +104,24 @@ class InputSnapshot(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LogitsExpression:
-    """Recipe for a tensor that is computed later: the steps from stored hidden states to normed
-    hidden states or logits. The recipe does not contain the hidden states; its methods receive them
-    as the argument `source`.
+    """Recipe for computing normed hidden states or logits later from hidden states. The hidden
+    states are not part of the recipe; its methods get them as the argument `source`.
 
     Attributes:
         request: options of the output projection in this forward.
         norm: the final norm; None: no norm is applied.
-        weight: [V, h]; None if the result is hidden states.
-        bias: [V] or None.
+        weight: the output projection's weight [V, h]; None if the result is hidden states.
+        bias: the output projection's bias [V], or None.
         adds_bias: True if the model's code adds the bias to the logits, after the projection.
-        projection: steps after the matrix product with `weight`: a factor for the product, then a
-            softcap (bound by tanh), if the model has a softcap. If `weight` is None, the factor
-            multiplies the hidden states. The temperature is not here but in `request`.
-        logits: True for the output projection's result and tensors derived from it; False for
-            hidden states.
-        token_positions: [...], index of each token in the stored hidden states [N, h]; None: the
-            stored hidden states [..., h] have the tokens' shape.
-        late_padding: computes hidden states of padding once the program reads logits there; the
-            stored ones have no padding. None: every index in `token_positions` is that of a
-            stored hidden state. [Note: padding that is read]
+        projection: steps after the matrix product with `weight`: a factor, then a softcap (bound by
+            tanh) if the model has one. If `weight` is None, the factor multiplies the hidden
+            states. The temperature is not here but in `request`.
+        logits: True if the result is logits, or was computed from logits; False for hidden states.
+        token_positions: [...], index of each token's hidden state in `source` [N, h]; None:
+            `source` [..., h] has one hidden state for each token, in order.
+        late_padding: computes hidden states of padding, if `source` has none and the program reads
+            logits there. None: `source` has the hidden states of all tokens. [Note: padding that is
+            read]
     """
 
     request: HeadRequest
@@ -136,21 +135,22 @@ class LogitsExpression:
     late_padding: LatePadding | None = None
 
     def indexable_source(self, source: Tensor, token_positions: Tensor) -> Tensor:
-        """Return a tensor of hidden states into which `token_positions` [...] are indices. This is
-        the stored `source` [N, h]. If one of the indices is that of padding, the hidden states of
-        the full batch [B * T, h] are computed and appended.
+        """Return a tensor of hidden states that has a row for each index in `token_positions`. This
+        is `source` itself, unless an index is that of padding and `source` has no padding. The
+        hidden states of the batch with padding, [B * T, h], are then computed and appended to
+        `source`.
 
         Args:
-            source: [N, h].
-            token_positions: index of each token in the result.
+            source: hidden states [N, h].
+            token_positions: [...], index of each token's hidden state in the result.
         """
         if self.late_padding is None or not self.late_padding.reads_padding(token_positions):
             return source
         return self.late_padding.with_padding()
 
     def projected(self) -> Projection:
-        """Return the map from matrix products to logits: this recipe's scale and softcap, and the
-        temperature of `request`."""
+        """Return the map from the output projection's matrix products to logits: this recipe's
+        scale and softcap, and the temperature of `request`."""
         return dataclasses.replace(self.projection, temperature=self.request.temperature)
 
     def bias_dtype(self) -> torch.dtype | None:
@@ -161,19 +161,20 @@ class LogitsExpression:
         return self.bias.dtype
 
     def inputs(self) -> list[Tensor]:
-        """Return the tensors used for the result of `build` besides the hidden states: weight
-        [V, h], bias [V] and the norm's parameters. A weight or bias of None is left out. Backward
-        returns gradients of these tensors, and raises if one has changed since forward."""
+        """Return the tensors from which `build` computes its result, other than the hidden states:
+        weight [V, h] and bias [V] unless None, and the norm's parameters. Backward returns
+        gradients of these tensors, and raises if one has changed since forward."""
         norm = [] if self.norm is None else list(self.norm.parameters())
         return [tensor for tensor in (self.weight, self.bias, *norm) if tensor is not None]
 
     def build(self, source: Tensor) -> Tensor:
-        """Compute the recipe's tensor from stored hidden states `source` [..., h]. If the recipe
-        has `token_positions`, only these tokens are computed.
+        """Compute hidden states [..., h], or logits [..., V] if the recipe has a weight, from
+        stored hidden states. Both are differentiable. The logits are those of the model itself, not
+        divided by the temperature in `request`.
 
-        The result is hidden states [..., h], or logits [..., V] if the recipe has a weight. Both
-        are differentiable. The logits are those of the model itself, not divided by the temperature
-        in `request`.
+        Args:
+            source: the stored hidden states [..., h]. If the recipe has `token_positions`, these
+                are indices of rows of `source`, and only these rows are used.
         """
         if self.token_positions is not None:
             source = take_rows(
@@ -195,9 +196,9 @@ class LogitsExpression:
         return torch_own.mul(torch_own.tanh(value), softcap)
 
     def snapshot(self, source: Tensor) -> InputSnapshot:
-        """Return a snapshot of the tensors from which `build` would compute its result now: stored
-        hidden states `source` [..., h], weight, bias and the norm's parameters. A later comparison
-        with another snapshot shows if one has changed."""
+        """Return a snapshot of all tensors from which `build` would compute its result: the hidden
+        states `source` [..., h], weight, bias and the norm's parameters. If a later snapshot
+        differs, one of the tensors has changed in between."""
         inputs = (source, *self.inputs())
         versions = []
         for x in inputs:
@@ -208,12 +209,12 @@ class LogitsExpression:
     def gradients(
         self, source: Tensor, gradient: Tensor, autocast: Autocast
     ) -> list[Tensor | None]:
-        """Compute the result of `build` again, and return the gradients of source [..., h] and of
-        the tensors that `inputs` returns, in this order. None for a tensor that requires no
-        gradient.
+        """Recompute the result of `build`, and return the gradients of the tensors from which it is
+        computed: of `source`, and then of the tensors that `inputs` returns. None for a tensor that
+        requires no gradient.
 
         Args:
-            source: the stored hidden states.
+            source: the stored hidden states [..., h].
             gradient: gradient of the result of `build`, of the same shape.
             autocast: autocast's state when the result was first computed.
         """
@@ -249,21 +250,21 @@ class LogitsExpression:
 def blockwise_loss(
     source: Tensor, recipe: LogitsExpression, target: Tensor, ignore_index: int, reduction: str
 ) -> Tensor:
-    """Compute F.cross_entropy of logits with labels `target` [N], without the complete logits.
-
-    A recipe with `token_positions` [M] has M labels, one for each token. Several tokens may then
-    share a row of `source`.
+    """Compute F.cross_entropy of logits with labels `target`, block by block, without the complete
+    logits. If memory runs out, tensors that layers have saved for backward are freed, and the loss
+    is computed again.
 
     Args:
         source: hidden states [N, h].
-        recipe: the steps from source to logits.
-        target: labels [N], or [M] for a recipe with `token_positions`.
+        recipe: the steps from `source` to logits. A recipe with `token_positions` [M] has M tokens,
+            and several tokens may use the same row of `source`.
+        target: labels, one for each token: [N], or [M] for a recipe with `token_positions`.
         ignore_index: label of ignored positions.
         reduction: "none", "mean" or "sum", as in F.cross_entropy.
 
     Returns:
-        In promote_types(source dtype, float32): a scalar, or the shape of `target` for reduction
-            "none". 0 if no label is valid.
+        A scalar, or a tensor with the shape of `target` for reduction "none", in
+            promote_types(source dtype, float32). 0 if no label is valid.
 
     Raises:
         StreamBPError: the number of labels is not N (or M), or a label is outside the vocabulary.
@@ -297,11 +298,12 @@ def blockwise_loss(
 def _loss(
     source: Tensor, recipe: LogitsExpression, target: Tensor, ignore_index: int, reduction: str
 ) -> Tensor:
-    """Compute F.cross_entropy of the logits of hidden states [N, h], block by block, for the recipe
-    without `token_positions`. If this runs out of memory, the caller may call the function again.
+    """Compute F.cross_entropy of the logits of hidden states [N, h], block by block, for a recipe
+    without `token_positions`. The function can be called again after it ran out of memory.
 
-    Facts on the loss are stored in `recipe.request`: its `outcome`, and `values` unless gradients
-    are computed in forward.
+    The function also stores results in `recipe.request`: facts for `describe` in `outcome`, and
+    log-probabilities of each token in `values`. `values` stays None if the gradients are computed
+    together with the loss.
 
     Args:
         source: hidden states [N, h].
@@ -361,11 +363,11 @@ def _loss_at_positions(
     reduction: str,
 ) -> Tensor:
     """Compute F.cross_entropy of the logits of M tokens, block by block. The hidden state of token
-    i is row `token_positions[i]` of `source`.
+    i is row `token_positions[i]` of `source`, and several tokens may have the same row.
 
-    Several tokens may have the same hidden state. If many of them share the label too, each
-    different pair of hidden state and label is computed once. The gradients are then computed in
-    backward; otherwise they may be computed in forward already.
+    If many tokens have the same row and the same label, each different pair of row and label is
+    computed once. The gradients are then computed in backward; otherwise they may be computed in
+    forward already.
 
     Args:
         source: hidden states [N, h].
@@ -393,7 +395,7 @@ def _loss_at_positions(
     if request.values is not None:
 
         def spread(values: Tensor) -> Tensor:
-            """Return the values of all M tokens [M]; 0 (False) at tokens without a label.
+            """Return one value for each of the M tokens, [M]; 0 (False) for tokens without a label.
 
             Args:
                 values: one value for each labelled token. If equal pairs of hidden state and label

@@ -61,12 +61,12 @@ def take_rows(source: Tensor, token_positions: Tensor) -> Tensor:
 
 @dataclasses.dataclass(eq=False)
 class LatePadding:
-    """Hidden states of padding tokens, for a batch whose tokens were computed in one packed row
-    without padding. Hidden states of padding are computed only if the program reads logits there.
-    [Note: padding that is read]
+    """Computes hidden states of padding tokens on request. A batch may be computed as one packed
+    row: all rows concatenated, without padding. Padding then has no hidden states, until the
+    program reads logits there. [Note: padding that is read]
 
     Attributes:
-        source: [N, h], hidden states of all tokens without padding, in one packed row.
+        source: [N, h], hidden states of all N tokens in the packed row.
         compute: function that returns hidden states of the batch with padding, [B * T, h]. The
             function's argument is True if the result must be differentiable.
         completed_rows: cached results of `with_padding`; the key is True for a differentiable
@@ -78,26 +78,32 @@ class LatePadding:
     completed_rows: dict[bool, Tensor] = dataclasses.field(default_factory=dict)
 
     def tokens(self, token_positions: Tensor) -> Tensor:
-        """Return a bool mask with the shape of `token_positions` [...]: True for indices of tokens
-        (below N), False for indices of padding."""
+        """Return a bool mask [...]: True where an index belongs to a token, False where it belongs
+        to padding.
+
+        Args:
+            token_positions: [...], indices of rows in the result of `with_padding`. Indices below N
+                belong to tokens, indices from N on to the batch with padding.
+        """
         return token_positions < self.source.shape[0]
 
     def reads_padding(self, token_positions: Tensor) -> bool:
-        """True if one of the indices belongs to padding; False if the indices have no data (meta or
+        """True if one of the indices belongs to padding. False if the indices have no data (meta or
         fake tensors). Synchronizes with the device.
 
         Args:
-            token_positions: [...], indices of rows in the result of `with_padding`. The first N
-                rows belong to tokens, the next B * T rows to the padded batch.
+            token_positions: [...], indices of rows in the result of `with_padding`. Indices below N
+                belong to tokens, indices from N on to the batch with padding.
         """
         return has_data(token_positions) and not bool(self.tokens(token_positions).all())
 
     def with_padding(self) -> Tensor:
-        """Return the hidden states of the packed row, followed by those of the batch with padding:
-        [N + B * T, h]. The head reads tokens by indices below N, and padding by indices from N on,
-        in one selection.
+        """Return a tensor [N + B * T, h] with the hidden states of the N tokens of the packed row,
+        followed by those of the batch with padding. Tokens have indices below N there, and padding
+        has indices from N on.
 
-        The result is differentiable in grad mode if the packed row's hidden states are.
+        The result is cached, and is differentiable in grad mode if the packed row's hidden states
+        are.
         """
         graded = torch.is_grad_enabled() and self.source.requires_grad
         if graded not in self.completed_rows:

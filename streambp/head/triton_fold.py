@@ -29,11 +29,11 @@ KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 @functools.lru_cache
 def supports_kernels(device: torch.device, dtype: torch.dtype) -> bool:
-    """True if the Triton kernels for logits support this device and dtype. False: torch's operators
-    compute in their place.
+    """True if the Triton kernels that compute softmax statistics and gradients of logits support
+    this device and dtype. False: torch's operators must be used in their place.
 
     The kernels compute in float32 and do not support float64. True also for the device meta, whose
-    tensors stand for tensors on CUDA in a prediction; no kernel runs there.
+    tensors represent tensors on CUDA in a prediction; no kernel runs there.
     """
     if dtype not in KERNEL_DTYPES:
         return False

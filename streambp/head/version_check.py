@@ -18,12 +18,14 @@ SAMPLE_SIZE = 256
 
 
 class VersionCheck:
-    """Snapshot by which later in-place changes of tensors are detected.
+    """Snapshot of tensors, to detect whether they are changed in place later, for example between
+    forward and backward.
 
     Args:
         tensors: tensors whose version counters are stored; torch's in-place operations increase the
             counters.
-        sampled: tensors of which SAMPLE_SIZE entries are stored, to detect writes through `.data`.
+        sampled: tensors of which SAMPLE_SIZE entries are stored. Changed entries reveal writes
+            through `.data`, which do not increase the counters.
     """
 
     def __init__(self, tensors: Sequence[Tensor], sampled: Sequence[Tensor]) -> None:
@@ -36,15 +38,15 @@ class VersionCheck:
         self._entries = [(tensor, tensor.shape, _entries(tensor)) for tensor in plain]
 
     def written_tensor(self) -> Tensor | None:
-        """Return a tensor [...] whose version counter has changed since the snapshot; None if there
-        is none."""
+        """Return the first of the `tensors` whose version counter has changed since the snapshot;
+        None if there is none."""
         return next(
             (tensor for tensor, version in self._versions if tensor._version != version), None
         )
 
     def changed_tensor(self) -> Tensor | None:
-        """Return a sampled tensor [...] whose entries have changed since the snapshot; None if
-        there is none."""
+        """Return the first of the `sampled` tensors whose stored entries differ from its current
+        ones; None if there is none."""
         for tensor, shape, entries in self._entries:
             if not has_data(tensor):
                 continue
@@ -56,8 +58,8 @@ class VersionCheck:
 
 
 def _entries(tensor: Tensor) -> Tensor:
-    """Return at most SAMPLE_SIZE (a constant) entries of a tensor, spread evenly, as a tensor
-    [entries]. A later check compares them with the entries at the same indices."""
+    """Return at most SAMPLE_SIZE entries of a tensor, at evenly spread indices, as a
+    one-dimensional tensor. A later check compares them with the entries at the same indices."""
     with torch.no_grad():
         count = min(SAMPLE_SIZE, tensor.numel())
         # [count]
