@@ -73,25 +73,31 @@ def add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
 
 def _can_sum_in_float32(x: Tensor) -> bool:
     """True if x's device can multiply half-precision matrices and add the product to a float32
-    tensor. x [...] is one of the matrices; True on meta, which is computed like CUDA."""
+    tensor in one operation, without rounding the product to half precision.
+
+    Args:
+        x: one of the matrices. A tensor on the meta device counts as a tensor on CUDA, because
+            predictions for CUDA run on meta.
+    """
     if x.is_meta:
         return True
     return x.is_cuda and torch.version.hip is None and not torch.cuda.tunable.is_enabled()
 
 
 class GradientSum:
-    """Gradients of a list of parameters, summed over the chunks of a sequence in
-    promote_types(dtype, float32) (DESIGN.md section 2).
+    """Sums of the gradients of several parameters over the chunks of a sequence, in
+    promote_types(dtype, float32). A layer's backward runs chunk by chunk, and each chunk gives a
+    gradient of every parameter (DESIGN.md section 2).
 
     Args:
         count: number of parameters.
-        parts: number of chunks, each of which adds one gradient for each parameter.
+        parts: number of chunks.
 
     Attributes:
         is_single_chunk: True if there is one chunk. Each parameter then gets one gradient, which is
             returned without a sum.
-        index_by_alias: index of each parameter by id() of the detached alias that is differentiated
-            in its place. The code that differentiates sets the dict; `adder` reads the dict.
+        index_by_alias: index of each parameter, by the id() of a detached alias. Backward
+            differentiates with respect to the alias and fills this dict; `adder` reads the dict.
     """
 
     def __init__(self, count: int, parts: int) -> None:
@@ -107,11 +113,12 @@ class GradientSum:
         self._products_to_skip: dict[int, int] = {}  # added products that a retry still has to skip
 
     def begin(self, is_retry: bool = False) -> None:
-        """Start the differentiation of one chunk. [Note: once for each chunk]
+        """Prepare for the gradients of the next chunk. Called before each chunk's backward. [Note:
+        once for each chunk]
 
         Args:
-            is_retry: True if the chunk is differentiated a second time, after running out of
-                memory. The matrix products that the first attempt has added are then skipped.
+            is_retry: True if the same chunk runs again, because its backward ran out of memory. The
+                matrix products that the first attempt has added are then not added again.
         """
         self._products_to_skip = dict(self._products_added) if is_retry else {}
         if not is_retry:
@@ -119,12 +126,13 @@ class GradientSum:
 
     def adder(self, weight: Tensor) -> Callable[[Tensor, Tensor], None] | None:
         """Return a function (left, right) that adds the matrix product left [out, n] @ right [n,
-        in] to the gradient of a weight.
+        in] to the sum for a weight [out, in]. A Linear's backward calls this function, so that the
+        product is never rounded to half precision.
 
         Return None if `weight` is not among the parameters, or if there is only one chunk.
 
         Args:
-            weight: the detached alias that is differentiated in the parameter's place.
+            weight: the detached alias with which the chunk was computed in the parameter's place.
         """
         index = self.index_by_alias.get(id(weight))
         if index is None or self.is_single_chunk:
@@ -148,16 +156,16 @@ class GradientSum:
         return self._casts[key]
 
     def add(self, gradients: list[Tensor | None]) -> None:
-        """Add the gradients of one chunk, in the parameters' shapes [...], to the sums. [Note: once
-        for each chunk]
+        """Add the gradients of one chunk to the sums. [Note: once for each chunk]
 
         If there is only one chunk, its gradients are stored without copies. Otherwise a parameter's
-        first gradient is copied to start the sum, and its entry in `gradients` becomes None. After
-        running out of memory, the same list can then be added again, without adding that gradient
-        twice.
+        first gradient is copied to start the sum, and its entry in `gradients` becomes None. If
+        memory runs out here, the caller can call this method again with the same list, and no
+        gradient is added twice.
 
         Args:
-            gradients: one for each parameter; None: no gradient. Entries may become None.
+            gradients: gradient [...] of each parameter, in the parameter's shape; None: no
+                gradient. Entries may become None.
         """
         totals = []
         parts = []
@@ -179,10 +187,11 @@ class GradientSum:
             torch._foreach_add_(totals, parts)
 
     def result(self, like: list[Tensor]) -> list[Tensor | None]:
-        """Return the summed gradients [...] in the shapes and dtypes of `like`, the parameters;
-        None for a parameter without a gradient.
+        """Return the summed gradient of each parameter, cast to the parameter's dtype; None for a
+        parameter without a gradient. Called once, after the last chunk.
 
-        The object must not be used afterwards.
+        Args:
+            like: the parameters.
         """
         self._casts.clear()
         sums = zip(self._sums, like, strict=True)

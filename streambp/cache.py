@@ -11,15 +11,17 @@ from torch import Tensor
 
 
 class ChunkCache:
-    """Object passed to a layer in place of its KV cache, while the layer computes one chunk of a
-    sequence. The object has the methods of transformers' `Cache` that layers call, and tells the
-    layer how many tokens precede the chunk.
+    """Object that is passed to a layer in place of its KV cache, while the layer computes one chunk
+    of a sequence. The object has the methods of transformers' `Cache` that layers call. Through
+    these methods the layer gets the number of earlier tokens, and the keys and values of these
+    tokens.
 
     Args:
         start: the chunk's first position, which is the number of earlier tokens.
-        read: function (k, v) -> (K, V) for a layer that attends over the result of `update`. The
-            function gets the chunk's keys and values. The function returns those of all tokens that
-            the chunk reads, usually up to the chunk's end. None: `update` returns its arguments.
+        read: function (k, v) -> (K, V) that `update` calls. k and v are keys and values of the
+            chunk. K and V are keys and values of all tokens that the chunk attends to, usually up
+            to the chunk's end. None: `update` returns its arguments, because the layer gets earlier
+            keys in another way.
     """
 
     def __init__(
@@ -38,13 +40,14 @@ class ChunkCache:
     def update(
         self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Return K [B, H_kv, e, D] and V of the e tokens up to the chunk's end.
+        """Return the keys and values [B, H_kv, e, D] of the e tokens up to the chunk's end. Layers
+        call this method with the keys and values of the chunk, as they call `Cache.update`.
 
         A cache without `read` returns its arguments.
 
         Args:
-            key_states: [B, H_kv, C, D], the chunk's keys.
-            value_states: the chunk's values.
+            key_states: [B, H_kv, C, D], keys of the chunk's C tokens.
+            value_states: [B, H_kv, C, D], the chunk's values.
         """
         if self._read is None:
             return key_states, value_states
@@ -58,25 +61,28 @@ class ChunkCache:
         return self.start + query_length, 0
 
     def update_indexer(self, key_states: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Return an indexer's keys [B, e, D] of the e tokens up to the chunk's end, for the chunk's
-        key_states [B, C, D].
+        """Return an indexer's keys [B, e, D] of the e tokens up to the chunk's end.
 
-        An indexer is a module of sparse attention that selects the keys of each query. The
-        selection uses keys of the indexer's own.
+        An indexer is a module of sparse attention that selects the keys of each query, by means of
+        keys of its own. Layers with an indexer call this method.
+
+        Args:
+            key_states: [B, C, D], the indexer's keys of the chunk's C tokens.
         """
         return self.update(key_states[:, None], key_states[:, None, :, :0])[0][:, 0]
 
     @property
     def layers(self) -> Any:
-        """Return an object like `Cache.layers` of transformers, which GLM 5 Next's indexer reads.
-        For each index the item is a `LayerKeys`, which reports the number of keys and has a method
-        `update_index`."""
+        """Return a replacement for `Cache.layers` of transformers, which the indexer of GLM 5 Next
+        reads. The item at each index is a `LayerKeys` object, which reports the number of keys and
+        has a method `update_index`."""
         return LayerKeys(self, self._stop)
 
 
 class LayerKeys:
-    """Item of `ChunkCache.layers`, which reports the number of keys of the chunk's cache but stores
-    no keys. Indexing the object returns the object itself.
+    """Replacement for one of the `Cache.layers` of transformers. The object reports the number of
+    keys in a chunk's cache, but stores no keys. Indexing the object returns the object itself, so
+    that it also replaces the list.
 
     Args:
         cache: the chunk's cache.
@@ -96,6 +102,10 @@ class LayerKeys:
         return self.keys.shape[-2]
 
     def update_index(self, key_states: Tensor) -> Tensor:
-        """Return the keys [B, 1, e, D] of MiniMax M3's indexer for the e tokens up to the chunk's
-        end, for the chunk's key_states [B, 1, C, D]."""
+        """Return the indexer's keys [B, 1, e, D] of the e tokens up to the chunk's end. The indexer
+        of MiniMax M3, a module that selects the keys of each query, calls this method.
+
+        Args:
+            key_states: [B, 1, C, D], the indexer's keys of the chunk's C tokens.
+        """
         return self._cache.update(key_states, key_states[..., :0])[0]

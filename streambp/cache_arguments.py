@@ -62,8 +62,8 @@ def is_cache(value: Any) -> bool:
 
 
 def without_caches(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a call's keyword arguments with None in place of each cache, for a run of a layer on
-    all tokens at once. The run needs no cache, and must not add keys to one."""
+    """Return a call's keyword arguments with None in place of each cache. Used to run a layer on
+    all tokens at once: the run needs no cache, and must not add keys to the caller's cache."""
     return {name: None if is_cache(value) else value for name, value in kwargs.items()}
 
 

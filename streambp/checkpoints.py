@@ -11,18 +11,20 @@ from torch.utils.checkpoint import checkpoint
 def checkpoint_function(
     function: Callable[..., Any], *args: Any, early_stop: bool = True, **kwargs: Any
 ) -> Any:
-    """Return function(*args, **kwargs), which torch's checkpoint recomputes in backward.
+    """Call a function under torch's checkpoint, and return its result. Backward recomputes the
+    function.
 
-    Before torch 2.13, an exception in `function` left checkpoint's hooks on the stack of the thread
-    for as long as anything referred to the traceback, as `sys.last_traceback` does in a notebook.
-    Later forwards of any model then saved their tensors through these hooks, and their backward
-    recomputed the function that had failed. So no exception passes through checkpoint here.
+    An exception of the function is raised only after checkpoint has ended. Before torch 2.13, an
+    exception in checkpoint left checkpoint's hooks active in this thread while the traceback
+    existed. A notebook keeps the traceback in `sys.last_traceback`. Later forwards of any model
+    then saved their tensors through these hooks, and their backward recomputed the function that
+    had failed.
 
     Args:
         function: the function to run and to recompute.
-        args: its arguments.
+        args: positional arguments of the function.
         early_stop: True to end a recomputation at the last tensor that backward needs.
-        kwargs: its keyword arguments.
+        kwargs: keyword arguments of the function.
 
     Raises:
         Exception: the exception of `function`, after checkpoint has removed its hooks.
@@ -41,13 +43,15 @@ def checkpoint_function(
 
 
 class _ErrorHolder:
-    """Function whose first call holds an exception in place of raising it.
+    """Callable around a function for torch's checkpoint. If the function raises in the first call
+    (the forward), the exception is stored in `error`, and the call returns None. Later calls
+    (recomputations in backward) raise as usual.
 
     Args:
         function: the function to call.
 
     Attributes:
-        error: the exception of the first call.
+        error: the exception of the first call; None: the first call did not raise.
         is_recomputation: True once the first call has begun.
     """
 

@@ -42,8 +42,13 @@ class Chunk:
     stop: int
 
     def part(self, x: Tensor, dim: int) -> Tensor:
-        """Return this chunk's positions of x [..., T, ...], with T at `dim`: a view. If the chunk
-        is the whole sequence, return x itself."""
+        """Return a view of x [..., T, ...] with this chunk's positions. Return x itself if
+        dimension `dim` has the chunk's size already.
+
+        Args:
+            x: a tensor with the sequence's T positions, or with the chunk's alone.
+            dim: index of the dimension of size T.
+        """
         count = self.stop - self.start
         if x.shape[dim] == count:
             return x
@@ -55,11 +60,12 @@ Forks = tuple[tuple[int, int], ...]  # pairs (start, origin), see `ChunkPlan`
 
 @dataclasses.dataclass(frozen=True)
 class Barrier:
-    """Range of positions at which no chunk may end: `first`, `last` and all between. A chunk
-    [start, stop) ends at `stop`, the position behind its last token.
+    """Range of positions at which no chunk of a sequence may end, both limits included. A chunk
+    [start, stop) ends at `stop`, the position after its last token.
 
-    A query before such an end would read a key behind the end, or the next chunk would begin with
-    the last token of a document. Kernels of recurrent states have no backward for a single token.
+    There are two reasons. A query before the end may attend to a key after the end, which is not
+    computed yet. Or the next chunk would begin with the last token of a packed document, and
+    kernels of recurrent states have no backward for a single token.
 
     Attributes:
         first: the first forbidden end.
@@ -71,8 +77,8 @@ class Barrier:
 
 
 def merge_barriers(barriers: Iterable[Barrier]) -> tuple[Barrier, ...]:
-    """Return barriers with the same forbidden chunk ends in increasing order. Barriers that overlap
-    or are adjacent are merged."""
+    """Return barriers (ranges of positions at which no chunk may end) in increasing order, with
+    overlapping and adjacent ranges merged. The result forbids the same positions."""
     result: list[Barrier] = []
     for barrier in sorted(barriers, key=lambda barrier: barrier.first):
         if result and barrier.first <= result[-1].last + 1:
@@ -91,9 +97,10 @@ class ChunkPlan:
         size: requested number of positions of a chunk; the last chunk may be shorter. Chunks with
             given `ends` may have other sizes.
         ends: increasing chunk ends, the last is `length`; (): a chunk ends every `size` positions.
-        forks: pairs (start, origin), for rows that share a prefix in one packed row. The chunk that
-            starts at `start` continues from the chunk that ends at `origin`. If origin is 0, the
-            chunk begins a new sequence. Every other chunk continues from the previous chunk.
+        forks: pairs (start, origin), for a packed row: several rows concatenated, with their common
+            prefix only once. The chunk that starts at `start` continues the text that ends at
+            `origin`, instead of the previous chunk's. If origin is 0, the chunk begins a new text.
+            (): each chunk continues the previous one.
     """
 
     length: int
@@ -136,21 +143,21 @@ class ChunkPlan:
 
     @functools.cached_property
     def predecessors(self) -> tuple[int | None, ...]:
-        """Return for each chunk the index of the chunk from which it continues: the previous chunk,
-        unless `forks` names another. None: the chunk begins a sequence."""
+        """Return for each chunk the index of the chunk with the preceding tokens of its text; None
+        if the chunk begins a text. The preceding tokens are in the previous chunk, unless `forks`
+        names another."""
         ending = {end: index for index, end in enumerate(self.ends)}
         origins = dict(self.forks)
         return tuple(ending.get(origins.get(chunk.start, chunk.start)) for chunk in self)
 
     @functools.cached_property
     def successors(self) -> dict[int, tuple[int, int]]:
-        """Return a dict from a chunk's index to the smallest and largest index of the chunks that
-        continue from this chunk.
+        """Return a dict from the index of each chunk to a pair: the smallest and largest index of
+        the chunks that continue this chunk. A chunk without continuation has no entry.
 
-        A chunk continues from the chunk with the preceding tokens of its sequence: recurrent states
-        at the end of one are the start states of the other. Each chunk continues from the previous
-        chunk, unless `forks` names another. Several chunks may continue from the end of a shared
-        prefix. A chunk has no entry if no chunk continues from this chunk.
+        A chunk continues another chunk if it has the next tokens of the same text, and so starts
+        from the recurrent states at the other's end. Each chunk continues the previous chunk,
+        unless `forks` names another. Several chunks may continue a shared prefix.
         """
         ranges: dict[int, tuple[int, int]] = {}
         for index, predecessor in enumerate(self.predecessors):
@@ -159,7 +166,7 @@ class ChunkPlan:
         return ranges
 
     def chunk_index(self, position: int) -> int:
-        """Return the index of the chunk that contains a position."""
+        """Return the index of the chunk that contains a position of the sequence."""
         return bisect.bisect_right(self.ends, position)
 
     @functools.cached_property
@@ -168,15 +175,15 @@ class ChunkPlan:
         return max(b - a for a, b in itertools.pairwise((0, *self.ends)))
 
     def avoid_barriers(self, barriers: Sequence[Barrier]) -> ChunkPlan:
-        """Return a plan whose chunks do not end at the positions that `barriers` forbid.
+        """Return a plan for the same sequence whose chunks do not end at forbidden positions.
 
-        Each chunk is as long as allowed, at most `size`: its end moves back to the nearest allowed
-        position, and the next chunk begins there. If no position after the chunk's start is
-        allowed, the end moves forward, and the chunk is longer than `size`.
+        The end of each chunk moves back from `size` positions to the nearest allowed position, and
+        the next chunk begins at that position. If no position after the chunk's start is allowed,
+        the end moves forward, and the chunk is longer than `size`.
 
         Args:
-            barriers: ranges of forbidden chunk ends, in increasing order, neither overlapping nor
-                adjacent.
+            barriers: ranges of positions at which no chunk may end, in increasing order, neither
+                overlapping nor adjacent.
         """
         starts = [barrier.first for barrier in barriers]
         ends: list[int] = []
@@ -193,16 +200,16 @@ class ChunkPlan:
         return ChunkPlan(self.length, self.size, tuple(ends))
 
     def split_at_forks(self, forks: Forks, min_size: int) -> ChunkPlan:
-        """Return a plan for a packed row: several rows of a batch one after the other, with each
-        common prefix only once. A chunk ends at the end of each prefix, and before each position at
-        which a row continues from a prefix.
+        """Return a plan for a packed row: several rows of a batch concatenated, with each common
+        prefix only once. Chunks end where a prefix ends, and where the continuation of a prefix
+        begins.
 
-        Between these ends chunks end after every `size` positions of this plan, if at least
+        Between these positions chunks end after every `size` positions of this plan, if at least
         `min_size` positions remain.
 
         Args:
-            forks: pairs (start, origin): the chunk that starts at `start` continues from the prefix
-                that ends at `origin`. All positions are at least `min_size` apart.
+            forks: pairs (start, origin): the text at `start` continues the prefix that ends at
+                `origin`. All positions are at least `min_size` apart.
             min_size: smallest number of positions of a chunk.
         """
         size = max(self.size, min_size)
@@ -214,9 +221,11 @@ class ChunkPlan:
         return ChunkPlan(self.length, self.size, tuple(ends), forks)
 
     def with_min_tokens(self, tokens: int) -> ChunkPlan:
-        """Return a plan whose chunks have at least `tokens` positions, if the sequence has as many.
+        """Return a plan for the same sequence whose chunks have at least `tokens` positions each,
+        or a single chunk if the sequence is shorter.
 
-        Chunk ends that are too close to the previous end, or to the sequence's end, are left out.
+        Chunk ends of this plan that are too close to the previous end, or to the sequence's end,
+        are left out.
         """
         ends: list[int] = []
         for end in self.ends[:-1]:
@@ -226,12 +235,12 @@ class ChunkPlan:
 
 
 def floor_power_of_two(size: int) -> int:
-    """Return the largest power of two that is not above `size`, for `size` from 1 on. cuDNN's
-    attention computes a chunk of this size in one call.
+    """Return the largest power of two that is not above `size`, for `size` from 1 on. Chunks of
+    this size are fastest with cuDNN's attention.
 
-    cuDNN's attention is called for few different numbers of queries (`attention/spans.py`). A chunk
-    of 2,730 queries would be split into 2,048, 512 and 170 queries, each of which reads the prefix
-    again.
+    cuDNN's attention is called for a few numbers of queries only, powers of two
+    (`attention/spans.py`). A chunk of 2,730 queries would be split into 2,048, 512 and 170 queries,
+    and each part would read all earlier keys again.
     """
     return 1 << (size.bit_length() - 1)
 

@@ -137,20 +137,22 @@ class StreamConfig:
 
     @property
     def products(self) -> tuple[str, ...]:
-        """Return the names in `saves` that name Linear modules, such as "mlp.gate_proj" or the glob
-        "mlp.*". A suffix "@n", by which only the last n layers save, is removed."""
+        """Return the names in `saves` by which outputs of Linear modules are saved, for example
+        "mlp.gate_proj" or the glob "mlp.*". The suffix "@n" of a name, by which only the last n
+        layers save, is removed."""
         names = (name.partition(LAST_LAYERS_SEPARATOR)[0] for name in self.named_saves)
         return tuple(name for name in names if name not in SAVES)
 
     @functools.cached_property
     def named_saves(self) -> tuple[str, ...]:
-        """Return the names in `saves` as given, with a suffix such as "@12" (the last 12 layers
-        alone); () if `saves` is "auto"."""
+        """Return the names in `saves` as given, including suffixes such as "@12" (the last 12
+        layers only). Return () if `saves` is "auto"."""
         return () if self.saves == "auto" else tuple(self.saves)
 
     def of_layer(self, left: int) -> StreamConfig:
-        """Return these settings for one layer, in which each name "name@n" in `saves` is resolved.
-        The name becomes "name" if the layer is among the last n layers, and is left out otherwise.
+        """Return a copy of these settings for one layer. Names such as "attn_out@12" in `saves`,
+        for the last 12 layers only, become "attn_out" if the layer is among these, and are left out
+        otherwise.
 
         Args:
             left: number of layers from this one to the last, both included.

@@ -39,7 +39,8 @@ def is_accelerator(device: torch.device) -> bool:
 
 @functools.lru_cache
 def reports_memory(device: torch.device) -> bool:
-    """True if a device can report its free memory and this process's share at any time."""
+    """True if the device can report at any time how much of its memory is free, and how much this
+    process has reserved."""
     if device.type == "cuda":
         return True
     try:
@@ -175,13 +176,13 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def make_room(device: torch.device, allocators: bool) -> None:
-    """Free the memory that a computation still uses after it ran out of device memory, before the
-    computation is repeated. Out-of-memory errors of this function are ignored.
+    """Free memory after a computation has run out of device memory, before the computation is
+    repeated. Out-of-memory errors inside of this function are ignored.
 
-    A backward that fails inside another backward leaves tasks in autograd's queue for the device.
-    Such a task keeps the failed backward's graph alive until another inner backward runs, so this
-    function runs a small backward. The memory in torch's allocator cache is released too, because
-    the library that failed may need it.
+    Two things are freed. A backward that fails inside another backward leaves tasks in autograd's
+    queue. Such a task keeps the failed backward's graph alive until another inner backward runs, so
+    this function runs a small backward. The cache of torch's allocator is emptied too, because the
+    library that failed may need the memory.
 
     Args:
         device: the device without memory.
@@ -199,7 +200,8 @@ def make_room(device: torch.device, allocators: bool) -> None:
 
 
 def is_kernel_error(error: BaseException, device: torch.device) -> bool:
-    """True if an error comes from a device, its libraries or a kernel, and not from wrong tensors.
+    """True if an error comes from a device, its libraries or a kernel, and not from wrong
+    arguments. Callers then try another kernel.
 
     torch names the library in its messages. The text of a kernel's own checks is unknown, so on
     accelerators every error counts that was raised in code that calls kernels. The kernels of a CPU
@@ -213,9 +215,9 @@ def is_kernel_error(error: BaseException, device: torch.device) -> bool:
 
 
 def passes_kernel_module(error: BaseException) -> bool:
-    """True if the error's traceback passes through a module of `KERNEL_MODULES`: streambp's module
-    of attention kernels, or Triton's modules. `is_kernel_error` then returns True, except on a CPU.
-    """
+    """True if the error's traceback passes through code that calls kernels: streambp's module of
+    attention kernels, or Triton's modules (`KERNEL_MODULES`). `is_kernel_error` treats such an
+    error as an error of the kernel, except on a CPU."""
     modules = (
         frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)
     )

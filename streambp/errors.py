@@ -33,8 +33,8 @@ class UnsupportedModelError(StreamBPError):
 
 
 class UnsupportedMaskError(StreamBPError):
-    """The attention mask does not fit the sequence, or allows no cut into chunks: at every position
-    an earlier query reads a later key."""
+    """The attention mask does not fit the sequence, or the sequence cannot be cut into chunks:
+    wherever it is cut, an earlier query attends to a later key."""
 
 
 class UnsharedError(StreamBPError):

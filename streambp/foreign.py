@@ -86,12 +86,14 @@ def foreign_forward(
 @functools.lru_cache
 def foreign_of_class(module_class: Any, forwards: tuple[Any, ...]) -> str | None:
     """Return the full name of a function that another library has put in place of the forward of a
-    class or its bases. None if the class runs its own forward. The result is cached.
+    class or its bases. Return None if the class runs its own forward.
+
+    The result is cached. The current forwards are an argument, so that the cache is not used after
+    one of them was replaced.
 
     Args:
         module_class: the class.
-        forwards: the current forwards of the class and its bases. A new function among them makes a
-            new cache entry.
+        forwards: the current forwards of the class and its bases.
     """
     return foreign_forward(module_class)
 
@@ -210,14 +212,14 @@ def compiled_submodules(module: nn.Module) -> list[nn.Module]:
 def compiled_module_names(
     model: nn.Module, root: nn.Module | None, layers: list[nn.Module], ours: list[nn.Module]
 ) -> set[str] | None:
-    """Return the names of compiled modules outside of the chunked layers that run compiled code.
-    The set is empty if all compiled modules outside of the layers run eagerly; None if no module
-    outside of the layers is compiled.
+    """Return the names of the modules outside of the chunked layers that really run compiled code.
+    The set is empty if such modules are compiled but run eagerly; None if no module outside of the
+    layers is compiled.
 
-    A compiled module runs eagerly if it is a module of `ours`, or contains one. A copy of the
-    model, as accelerate's regional compilation makes, computes with the patched modules; compiled
-    modules that exist only in the copy are not returned. A compiled output projection is not
-    returned either, because only its weight is read.
+    A compiled module runs eagerly if its forward, or that of a module inside, was replaced by
+    `patch`. Compiled modules that exist only in a copy of the model, as accelerate's regional
+    compilation makes, are left out, because the copy computes with the original modules. A compiled
+    output projection is left out too, because only its weight is read.
 
     Args:
         model: the program's model.
@@ -350,11 +352,10 @@ def torch_function_of(func: Any) -> Any:
 
 
 def rule_name(func: Any) -> str:
-    """Return the name by which the rule of a torch function is looked up. A rule computes the
-    function's result for a lazy tensor (one whose values are computed on use) without the complete
-    tensor.
+    """Return the key under which the rule for a torch function is stored. A rule computes the
+    function's result for a lazy tensor (one whose values are computed on use) without its values.
 
-    The name has no rule if the function is not torch's own, such as a custom operator.
+    Functions of other code, such as custom operators, get a key without a rule.
     """
     if isinstance(func, C_FUNCTION_TYPES) or any(
         getattr(func, "__globals__", None) is vars(home) for home in TORCH_MODULES

@@ -56,15 +56,16 @@ from streambp.known_names import ACCELERATE_FORWARD, ACCELERATE_HOOK, ACCELERATE
 
 @dataclasses.dataclass(eq=False)
 class ModelAccess(contextlib.AbstractContextManager["ModelAccess"]):
-    """Context manager in which a thread may compute with a patched model, for a forward or a
-    layer's backward; created by `StepOwner.enter`. Nested uses by the same thread share one object.
+    """Context manager for the time in which a thread computes with a patched model, in a forward or
+    in a layer's backward. Created by `StepOwner.enter`. If the thread enters again meanwhile, the
+    same object is used.
 
     Attributes:
         owner: the lock of the model.
         thread: identifier of the thread.
         task: autograd's id of the backward (graph task) in which the object was created; -1: the
             object was not created in a backward.
-        depth: number of nested uses that have not ended.
+        depth: number of times the object was entered and not left yet.
     """
 
     owner: StepOwner
@@ -79,13 +80,14 @@ class ModelAccess(contextlib.AbstractContextManager["ModelAccess"]):
 
 @dataclasses.dataclass(eq=False)
 class StepOwner:
-    """Lock that lets one thread at a time compute with a patched model. [Note: owner of a step]
+    """Lock of a patched model: one thread at a time may compute with the model. [Note: owner of a
+    step]
 
     Attributes:
         lock: protects `current`; re-entrant, because a signal handler may acquire `lock` too.
-        current: weak reference to the `ModelAccess` that was created last; None: none was created.
-            The model is in use while the object exists and its `depth` is above 0. If an exception
-            left `depth` above 0, the use ends when the exception's frames free the object.
+        current: weak reference to the last `ModelAccess`; None: there was none. The model is in use
+            while this object exists and its `depth` is above 0. If an exception left `depth` above
+            0, the use ends when the exception's frames free the object.
     """
 
     lock: Any = dataclasses.field(default_factory=threading.RLock)
@@ -99,8 +101,9 @@ class StepOwner:
         """Return a context manager in which the calling thread may compute with the model.
 
         Args:
-            began: reference to the `ModelAccess` of the forward, if a backward calls, because
-                autograd may run backward in another thread; None in a forward.
+            began: weak reference to the `ModelAccess` of the forward, for a backward. Autograd may
+                run backward in another thread, and the forward's thread still holds the lock. None
+                in a forward.
 
         Raises:
             StreamBPError: another thread is computing with the model.
@@ -133,14 +136,15 @@ REDUCE_METHOD = "__reduce_ex__"  # set to `reduce_unpatched` on modules with eit
 
 
 class UnboundForward:
-    """Function of (module, *args) that calls the replacement of the module's forward.
+    """Function of (module, *args) that calls the replaced forward of the module: the `__func__` of
+    a patched forward, as a bound method has one.
 
-    accelerate's mixed precision needs such a function. Mixed precision takes the function out of a
-    bound method, wraps the function, and binds the result to the module or to a copy of the module.
+    accelerate's mixed precision takes this function, wraps it, and binds the result to the module
+    or to a copy of the module.
 
     Args:
-        index: position of the replacement in the module's list of replacements.
-        signature: signature of the replaced forward, without the module.
+        index: position of the replacement in the module's list of replacements (`InstanceForward`).
+        signature: signature of the forward that was replaced, without the module.
     """
 
     def __init__(self, index: int, signature: inspect.Signature) -> None:
@@ -215,11 +219,15 @@ def _forward_attribute(module: nn.Module) -> str:
 
 
 def reduce_unpatched(module: nn.Module, protocol: Any) -> Any:
-    """Return the result of `__reduce_ex__` for a patched module, without the patch if `torch.save`
-    is the caller. Copies and other pickles include the patch. `protocol` is the argument of
-    `__reduce_ex__`.
+    """Return the result of `__reduce_ex__` for a patched module. `torch.save` gets the module
+    without the patch, so that the file loads without streambp. Copies and other pickles include the
+    patch.
 
-    A partial of this function is set as `__reduce_ex__` on patched modules.
+    Set as `__reduce_ex__` on the instances of patched modules, as a partial with the module.
+
+    Args:
+        module: the patched module.
+        protocol: the pickle protocol.
     """
     state_parts: Any = type(module).__reduce_ex__(module, protocol)
     if sys._getframe(1).f_globals.get("__name__") != torch.serialization.__name__:
@@ -235,15 +243,15 @@ def reduce_unpatched(module: nn.Module, protocol: Any) -> Any:
 
 
 def unmark(module: nn.Module) -> None:
-    """Remove the `__reduce_ex__` that `patch` has set on a module. Do nothing while the module
-    still has a replaced forward or is the root of a patched model."""
+    """Remove the attribute `__reduce_ex__` that `patch` has set on a module. Do nothing while the
+    module still has a replaced forward, or is the module that was passed to `patch`."""
     if WRAPPERS_ATTRIBUTE not in module.__dict__ and PATCH_ATTRIBUTE not in module.__dict__:
         module.__dict__.pop(REDUCE_METHOD, None)
 
 
 class InstanceForward:
-    """Base class of the replacements of a module's forward: sets `module.forward` on the instance
-    until `remove`.
+    """Base class of objects that replace a module's forward. `install` sets the object as
+    `module.forward` on the instance, and `remove` restores the previous forward.
 
     Subclasses implement `call`.
 
@@ -270,7 +278,8 @@ class InstanceForward:
         self.index = self.order = 0
 
     def __setstate__(self, attributes: dict[str, Any]) -> None:
-        """Set the state of a copied or pickled replacement, and register it with its patch."""
+        """Set the attributes of a copied or unpickled replacement, and register the replacement
+        with the state of its patch."""
         self.__dict__.update(attributes)
         enter = getattr(attributes.get("state"), "enter", None)
         if enter is not None:
@@ -296,8 +305,8 @@ class InstanceForward:
 
     @property
     def previous(self) -> Callable[..., Any] | None:
-        """Return the forward that was set on the instance before `install`; None: the class's
-        forward.
+        """Return the forward that this object replaced; None: the class's forward, because none was
+        set on the instance.
 
         If accelerate's mixed precision had set that forward, and `unwrap_model` has removed the
         mixed precision since, return the forward inside.
@@ -345,8 +354,8 @@ class InstanceForward:
         )
 
     def is_replacement(self, forward: Any) -> bool:
-        """True if `forward`, the value of a module's attribute, is this object or a method bound to
-        this object."""
+        """True if `forward`, the value of a module's attribute, is this object, or a method that
+        calls this object."""
         if isinstance(forward, MethodType):
             return (
                 isinstance(forward.__func__, UnboundForward | InstanceForward)
@@ -366,8 +375,9 @@ class InstanceForward:
             attributes |= {} if self.previous is None else {self.slot: self.previous}
 
     def remove(self) -> None:
-        """Restore the replaced forward. If another library has wrapped this forward, the module is
-        unchanged, and this forward calls the original from then on (`retired`)."""
+        """Restore the replaced forward of the module. If another library has wrapped this object
+        since, the wrapper cannot be removed. This object then stays inside, and only calls the
+        original forward (`retired`)."""
         if not self.is_replacement(self.module.__dict__.get(self.slot)):
             self.retired = True
             return
@@ -388,8 +398,8 @@ T = TypeVar("T")
 
 
 class WeakSequence(Sequence[T], Generic[T]):
-    """Ordered sequence of weak references, which behaves like a sequence of the objects that still
-    exist. A copied or pickled sequence is empty."""
+    """Sequence of weak references, which behaves like a sequence of the referenced objects that
+    still exist. A copied or pickled sequence is empty."""
 
     def __init__(self, items: Iterable[T] = ()) -> None:
         self._items = [weakref.ref(item) for item in items]
@@ -418,12 +428,12 @@ class WeakSequence(Sequence[T], Generic[T]):
 
 
 class PatchedModuleRef:
-    """Weak reference to the module that was passed to `patch`. Calling the object returns the
+    """Weak reference to the module that was passed to `patch`. Calling this object returns the
     module.
 
-    `patch` registers each module with a replaced forward by the method `enter`. If the referenced
-    module is deleted, the call refers to another one from then on: the registered module with the
-    most submodules. The call returns None if no registered module remains.
+    `patch` also registers each module with a replaced forward, by the method `enter`. If the module
+    that was passed to `patch` is deleted, calling this object returns the registered module with
+    the most submodules. The call returns None if no registered module remains.
 
     Args:
         module: the module; None: the reference is empty, as in a copied or pickled patch. The
@@ -454,6 +464,6 @@ class PatchedModuleRef:
         self._reference = weakref.ref(module)
 
     def enter(self, module: nn.Module) -> None:
-        """Register a module with a replaced forward, to which the reference may change after the
+        """Register a module with a replaced forward. The reference may change to this module if the
         module that was passed to `patch` is deleted."""
         self._inside.enter(module, lambda _: 0)

@@ -19,12 +19,13 @@ ERASE = "\r\033[K"  # erases the terminal's current line
 
 @contextlib.contextmanager
 def progress_line(doing: str) -> Iterator[None]:
-    """Context manager that shows a line of text on the terminal, and erases the line at the end.
+    """Context manager that shows a line of text on the terminal during a long operation, and erases
+    the line at the end.
 
     Nothing is shown without a terminal, or on a rank other than 0. A failed write is ignored.
 
     Args:
-        doing: text about the present work of the program, without the package's name.
+        doing: text on what the program is doing, without the package's name.
     """
     shows = False
     with contextlib.suppress(Exception):  # standard error may be None, closed or replaced

@@ -89,8 +89,8 @@ def _row(
     peers: float = 360,
     network: float = 42.5,
 ) -> Rates:
-    """Return the `Rates` of a device (FLOP/s, bytes/s) from numbers in the units of the table
-    `RATE_TABLE`.
+    """Return the `Rates` of a device, converted from the units of the table `RATE_TABLE` to FLOP/s
+    and bytes/s.
 
     Args:
         name: the device's name.
@@ -116,13 +116,13 @@ def _datasheet_row(
     peers: float = 0.0,
     network: float = 0.0,
 ) -> Rates:
-    """Return guessed speeds of a device: the datasheet's dense bf16 TFLOP/s and TB/s, multiplied by
-    the shares that a device of similar architecture reaches.
+    """Return guessed speeds of a device that was not measured. The datasheet's peak speeds are
+    multiplied by the fractions that a measured device of similar architecture reaches.
 
     Args:
         name: the device's name.
-        products: the datasheet's TFLOP/s.
-        bandwidth: the datasheet's TB/s.
+        products: dense bf16 TFLOP/s in the datasheet.
+        bandwidth: TB/s of device memory in the datasheet.
         like: key of `PEAK_SHARES`, the device of similar architecture.
         link: GB/s to the host.
         peers: GB/s to other GPUs of the node; 0: those of `link`.
@@ -207,7 +207,8 @@ DEVICE_MEMORY_SIZES = {
 
 def device_of(memory: int) -> str | None:
     """Return the name of the most usual device with `memory` bytes of memory; None if no device has
-    that size. Datasheets give sizes in GB or GiB, so a range of bytes counts as one size."""
+    that size. A size counts as equal if it lies in a range, because datasheets give sizes in GB or
+    GiB."""
     matches = (
         name
         for name, size in DEVICE_MEMORY_SIZES.items()

@@ -18,8 +18,15 @@ MAX_ERROR_CHARACTERS = 400  # characters of an error in a report
 
 
 def report_safely(part: Callable[..., T], *args: Any, otherwise: Callable[[str], T]) -> T:
-    """Return the result of `part(*args)`. If the call raises, return `otherwise(text)` with the
-    error's type and message: a failed report must not end the program."""
+    """Return the result of `part(*args)`, a part of a report. If the call raises, return
+    `otherwise(text)` instead, where the text has the error's type and message. An error in a report
+    thus does not end the program.
+
+    Args:
+        part: function that makes a part of a report.
+        args: arguments of `part`.
+        otherwise: makes a replacement for the part from the error's text.
+    """
     try:
         return part(*args)
     except Exception as error:

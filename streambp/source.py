@@ -37,10 +37,11 @@ def undecorate(decorated: Any) -> Any:
 
 
 def with_globals(space: dict[str, Any], decorated: Any) -> FunctionType:
-    """Return a copy of a class's forward whose code looks up its global variables in `space`.
+    """Return a copy of a class's forward that looks up global variables in `space`. A function that
+    the forward calls can thus be replaced for a single module.
 
-    Decorators made with `functools.wraps` surround the copy as well, because some rename arguments,
-    and keep their own global variables. Other decorators are removed, as by `undecorate`.
+    Decorators made with `functools.wraps` surround the copy as well, because some rename arguments;
+    their own global variables are unchanged. Other decorators are removed, as by `undecorate`.
 
     Args:
         space: the global variables.

@@ -91,10 +91,10 @@ def _shape_text(text: str) -> str:
 
 
 def strip_view(result: Tensor, shape: Sequence[int] | None = None) -> Tensor:
-    """Return a tensor [...] with the memory of `result`, which autograd does not treat as a view.
+    """Return a tensor [...] with the memory of `result` that autograd does not treat as a view.
 
-    torch refuses in-place operations on a view that a custom autograd Function's forward returns,
-    and `F.linear` with a bias returns a view.
+    Called for results of a custom autograd Function's forward: torch refuses in-place operations on
+    a view that such a forward returns, and `F.linear` with a bias returns a view.
 
     Args:
         result: a contiguous tensor that no other code reads.
@@ -115,7 +115,8 @@ LEAF_TYPES = (Tensor, int, float, str, type(None), torch.dtype, torch.device)
 
 @dataclasses.dataclass(frozen=True)
 class TensorSlot:
-    """Placeholder for a tensor in a copy of nested arguments, whose tensors are in a separate list.
+    """Placeholder for a tensor. The tensors of nested arguments are put into a list, and a copy of
+    the arguments has placeholders in their places.
 
     Attributes:
         number: the tensor's index in the list.
@@ -125,10 +126,13 @@ class TensorSlot:
 
 
 def memory_state(tensor: Tensor | None) -> tuple[Any, ...]:
-    """Return values that change if a tensor [...] gets other memory or is written to in place; ()
-    for None. A result that was computed from the tensor may be cached until the values change. The
-    last value is the version counter, None for an inference tensor. A parameter and a detached
-    alias of the parameter have the same values."""
+    """Return a tuple to compare with a later one of the same tensor [...]: the two differ if the
+    tensor was written to in place or got other memory in between. Callers cache a result of the
+    tensor until then. The tuple is () for None.
+
+    The last entry is the version counter, None for an inference tensor. A detached alias of a
+    parameter has the same tuple as the parameter.
+    """
     if tensor is None:
         return ()
     version = None
@@ -139,8 +143,13 @@ def memory_state(tensor: Tensor | None) -> tuple[Any, ...]:
 
 
 def rebuild(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Return a copy of nested lists, tuples and dicts in which each tensor and each `TensorSlot`
-    placeholder is replaced by change(tensor) or change(slot)."""
+    """Return a copy of nested lists, tuples and dicts in which `change` has replaced each tensor
+    and each `TensorSlot` (a placeholder for a tensor).
+
+    Args:
+        value: the nested value.
+        change: function from a tensor or `TensorSlot` to its replacement.
+    """
     if isinstance(value, Tensor | TensorSlot):
         return change(value)
     if isinstance(value, tuple | list):
@@ -157,11 +166,11 @@ def rebuild(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def restoring_iterator(entries: Iterable[tuple[dict[str, Any], str]]) -> Iterator[Any]:
-    """Return an iterator that gives entries of dictionaries their present values again, in reverse
-    order, or removes entries that are absent now.
+    """Return an iterator that restores entries of dictionaries to their present values when it is
+    consumed. Entries that do not exist now are removed.
 
-    `deque(iterator, maxlen=0)` consumes the iterator in one call in C. An interrupt (Ctrl-C) comes
-    before or after such a call, never within the call, so that no entry is left out.
+    `deque(iterator, maxlen=0)` consumes the iterator in one call in C. An interrupt (Ctrl-C) cannot
+    end such a call half-way, so all entries are restored.
 
     Args:
         entries: pairs of a dictionary and a key, such as `vars(module)` and "forward".
@@ -181,8 +190,14 @@ def restoring_iterator(entries: Iterable[tuple[dict[str, Any], str]]) -> Iterato
 
 @contextlib.contextmanager
 def replace_attribute(objects: Collection[Any], name: str, values: Iterable[Any]) -> Iterator[None]:
-    """Context manager that sets the attribute `name` of several objects, each object to the value
-    at the same position in `values`, and restores the attributes afterwards."""
+    """Context manager that sets one attribute of several objects, and restores the previous values
+    afterwards.
+
+    Args:
+        objects: the objects.
+        name: name of the attribute.
+        values: the new value for each object, in the same order.
+    """
     previous_values = [getattr(holder, name) for holder in objects]
     try:
         for holder, value in zip(objects, values, strict=False):
@@ -213,8 +228,15 @@ def tensors_in(value: Any, kind: type[T]) -> list[T]:
 def change_arguments(
     args: tuple[Any, ...], kwargs: dict[str, Any], kind: type[T], change: Callable[[T], Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return a call's arguments with `change` applied to all tensors of type `kind`, also in nested
-    lists, tuples and dicts."""
+    """Return the positional and keyword arguments of a call with `change` applied to each tensor of
+    type `kind`, also inside of nested lists, tuples and dicts.
+
+    Args:
+        args: positional arguments.
+        kwargs: keyword arguments.
+        kind: the class of the tensors to change.
+        change: function from a tensor to its replacement.
+    """
     # torch's tree functions are many times slower
     if all(isinstance(value, LEAF_TYPES) for value in (*args, *kwargs.values())):
         positional = tuple([change(value) if isinstance(value, kind) else value for value in args])

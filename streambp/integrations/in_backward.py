@@ -135,9 +135,9 @@ class OptimizerGuard:
 
 
 def _refuse_engine(weight: Tensor) -> None:
-    """Raise ConfigError if an engine reduces the gradient of `weight` [...] over ranks only after
-    the weight's hooks have run, as DDP and DeepSpeed do. The optimizer in the hook would step with
-    this rank's gradient alone."""
+    """Raise ConfigError if a weight's optimizer cannot step in the weight's gradient hook, because
+    an engine (DDP, DeepSpeed) adds up the ranks' gradients only after that hook has run. The
+    optimizer would step with this rank's gradient alone."""
     name = late_reducing_engine(weight)
     if name is not None:
         raise ConfigError(
@@ -149,8 +149,8 @@ def _refuse_engine(weight: Tensor) -> None:
 
 
 def _step(optimizer: Optimizer, on_host: bool, parameter: Tensor) -> None:
-    """Run one optimizer step for a parameter [...] whose gradient is complete, and free the
-    gradient. The parameter's hook calls this function during backward.
+    """Run one optimizer step for a parameter [...] during backward, when its gradient is complete,
+    and free the gradient. Called by the parameter's gradient hook.
 
     Args:
         optimizer: the parameter's optimizer.

@@ -165,8 +165,13 @@ class TokenBatchSampler(Sampler[list[int]]):
         return order
 
     def _cut_windows(self, order: Sequence[int]) -> list[list[int]]:
-        """Return the batches of an epoch, in the order of their windows. A window is `window`
-        consecutive rows of `order`, and its rows are packed into batches (`_fill_batches`)."""
+        """Return the batches of an epoch as lists of row indices. Consecutive rows of `order` form
+        windows of `window` rows each, and the rows of a window are packed into batches
+        (`_fill_batches`).
+
+        Args:
+            order: all row indices in the epoch's random order.
+        """
         starts = range(0, len(order), self.window)
         batches: list[list[int]] = []
         for start in starts:
@@ -175,8 +180,12 @@ class TokenBatchSampler(Sampler[list[int]]):
         return batches
 
     def _fill_batches(self, rows: Sequence[int]) -> list[list[int]]:
-        """Cut rows into batches by best fit: take the longest row first, and put each row into the
-        fullest batch with enough room."""
+        """Return batches, lists of row indices, that together contain the given rows. Best fit: the
+        rows are taken longest first, and each goes into the fullest batch with enough room.
+
+        Args:
+            rows: indices of the rows.
+        """
         batches: list[list[int]] = []
         headrooms: list[tuple[int, int]] = []  # sorted (tokens left, batch)
         for row in sorted(rows, key=lambda row: -self.lengths[row]):

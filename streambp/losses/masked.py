@@ -32,12 +32,12 @@ def check_shapes(like: Tensor, *, name: str = "log_probs", **tensors: Tensor | N
 
 
 def within(mask: Tensor, values: Tensor) -> Tensor:
-    """Return values [B, T] with 0 where mask [B, T] is false. Losses call this function on their
-    inputs before any other operation.
+    """Return values [B, T] with 0 where mask [B, T] is False. Loss functions apply this function to
+    their inputs before any other operation.
 
-    A mask over the finished terms of the loss would not suffice. NaN and infinities outside of the
-    mask, such as an inference engine's -inf at padding, would reach backward. Backward multiplies
-    such values by 0, and the gradient becomes NaN.
+    Masking the loss's terms at the end would not suffice. Values outside of the mask may be NaN or
+    infinite, for example an inference engine's -inf at padding. Backward would multiply these
+    values by 0, and the gradient would be NaN.
     """
     return values.masked_fill(~mask.bool(), 0.0)
 

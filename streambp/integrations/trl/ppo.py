@@ -212,8 +212,8 @@ class StreamPPOTrainer(StreamedTrainer, GRPOTrainer):  # type: ignore[misc]  # T
         return rewards.masked_fill(~mask, 0.0)
 
     def _steer(self, divergences: Tensor) -> None:
-        """Record the mean KL divergence per completion in the logs, and in training adapt kl_coef
-        to the target `kl_target`.
+        """Record the mean KL divergence of a completion for the logs. During training, also change
+        `kl_coef` so that the divergence approaches `kl_target`.
 
         Args:
             divergences: the KL divergence of each completion of all ranks, [completions].

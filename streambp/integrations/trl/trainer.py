@@ -23,12 +23,13 @@ from streambp.tensors import replace_attribute
 def add_streamed_head(
     config: StreamConfig, head_class: type[FusedHead], model: nn.Module, *args: Any, **kwargs: Any
 ) -> None:
-    """Patch a model and give it streambp's fused head. A streamed trainer calls this function where
-    TRL calls `add_fused_lm_head`.
+    """Patch a model, and make its forward accept `fused_lm_head=True`. The forward then returns
+    per-token values, such as log-probabilities, in place of logits. A streamed trainer calls this
+    function where TRL calls its own `add_fused_lm_head`.
 
     Args:
         config: settings of the patch; not used if the model is patched already.
-        head_class: class of the fused head.
+        head_class: class of the forward that computes the per-token values.
         model: the model.
         args, kwargs: arguments of TRL's `add_fused_lm_head`.
 
@@ -47,18 +48,19 @@ def add_streamed_head(
 
 
 class StreamedTrainer:
-    """Mixin for a TRL trainer that patches its models; arguments and behaviour are TRL's. The mixin
-    comes before the trainer among a class's bases.
+    """Mixin that makes a TRL trainer patch its models. Arguments and behaviour are those of the TRL
+    trainer, which follows the mixin among a class's bases.
 
-    Policy and reference are computed chunk by chunk, and streambp's fused head replaces TRL's. A
-    model that was patched before keeps its own settings. If a model has rows="packed", the
-    completions of a prompt stay in one micro-batch. See `launch/groups.py`. `StreamCallback` adds
-    tokens, chunk size and memory of each step to the logs.
+    Policy and reference are computed chunk by chunk. TRL's function for per-token values in place
+    of logits (`add_fused_lm_head`) is replaced by streambp's. A model that was patched before keeps
+    its own settings. If a model has rows="packed", the completions of a prompt stay in one
+    micro-batch (see `launch/groups.py`). `StreamCallback` adds tokens, chunk size and memory of
+    each step to the logs.
 
     Attributes:
         trl_module: Python module that defines the TRL trainer; its name `add_fused_lm_head` is
             replaced.
-        head_class: replacement for TRL's head.
+        head_class: class of the forward that replaces TRL's.
         splits_sequences: True if TRL's trainer can train on sequences that are split over ranks.
 
     Raises:

@@ -24,11 +24,11 @@ VALUE_HEAD, VALUE_MODEL = "value_head", "value_model"
 
 
 def blockwise_values(hidden_states: Tensor, norm: nn.Module | None, head: nn.Module) -> Tensor:
-    """Return the values head(norm(hidden_states)) [B, T] of each token in promote_types(dtype,
-    float32), computed for blocks of tokens.
+    """Return the value head's prediction for each token, head(norm(hidden_states)), [B, T] in
+    promote_types(dtype, float32). The values are computed for blocks of tokens.
 
-    Backward recomputes the norm of each block. Saving the normed states of all tokens would need
-    more memory than the hidden states.
+    Backward recomputes the norm of each block, because saving the normed states of all tokens would
+    need more memory than the hidden states.
 
     Args:
         hidden_states: [B, T, h].
@@ -62,17 +62,18 @@ def _with_values(kind: Any) -> Any:
 
 
 class PolicyAndValueHead(FusedHead):
-    """Fused head (`FusedHead`) that also returns `state_values`: for each label, the predicted
+    """Forward of a policy that returns log-probabilities of the labels in place of logits, like
+    `FusedHead`, and also `state_values` for PPO. A state value is predicted for each label: the
     value of the state before the label's token."""
 
     def call(self, *args: Any, values: bool = False, **kwargs: Any) -> Any:
-        """Return the result of `FusedHead.call`: the model's output with fused log-probabilities,
-        and with `state_values` if requested.
+        """Return the output of `FusedHead.call`: per-token values such as log-probabilities if
+        `fused_lm_head=True` is passed, otherwise the model's usual output.
 
         Args:
             args: arguments of the model's forward.
-            values: True to return `state_values` as well.
-            kwargs: keyword arguments of the model's forward.
+            values: True to add `state_values` to the output.
+            kwargs: keyword arguments of the model's forward, and `fused_lm_head`.
         """
         self.with_values = values
         return super().call(*args, **kwargs)
@@ -80,15 +81,17 @@ class PolicyAndValueHead(FusedHead):
     def output(
         self, kwargs: dict[str, Any], output: Any, values: TokenLogProbs, request: HeadRequest
     ) -> Any:
-        """Return the model's output with log-probabilities, as `FusedHead.output` does. If the
-        forward was called with values=True, the output also has `state_values`, with the shape of
-        log_probs and in float32 or a wider dtype.
+        """Return the output with log-probabilities that `FusedHead.output` makes. If the forward
+        was called with values=True, add `state_values`, with the shape of log_probs and in float32
+        or a wider dtype.
 
         Args:
-            kwargs: keyword arguments of the model's forward, which the value model reads.
+            kwargs: keyword arguments of the model's forward, with which a separate value model is
+                called.
             output: the model's output without logits.
             values: log-probabilities and the other results of each token, not the state values.
-            request: record with the hidden states and the final norm, which the value head reads.
+            request: record with the hidden states and the final norm, from which a value head
+                computes the state values.
         """
         result = super().output(kwargs, output, values, request)
         if not self.with_values:
