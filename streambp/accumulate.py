@@ -187,11 +187,11 @@ class GradientSum:
             torch._foreach_add_(totals, parts)
 
     def result(self, like: list[Tensor]) -> list[Tensor | None]:
-        """Return the summed gradient of each parameter, cast to the parameter's dtype; None for a
-        parameter without a gradient. Called once, after the last chunk.
+        """Return the summed gradient [...] of each parameter, cast to the parameter's dtype; None
+        for a parameter without a gradient. Called once, after the last chunk.
 
         Args:
-            like: the parameters.
+            like: the parameters, in the order of the gradients.
         """
         self._casts.clear()
         sums = zip(self._sums, like, strict=True)

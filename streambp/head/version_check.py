@@ -38,15 +38,15 @@ class VersionCheck:
         self._entries = [(tensor, tensor.shape, _entries(tensor)) for tensor in plain]
 
     def written_tensor(self) -> Tensor | None:
-        """Return the first of the `tensors` whose version counter has changed since the snapshot;
-        None if there is none."""
+        """Return the first of the `tensors` [...] whose version counter has changed since the
+        snapshot; None if there is none."""
         return next(
             (tensor for tensor, version in self._versions if tensor._version != version), None
         )
 
     def changed_tensor(self) -> Tensor | None:
-        """Return the first of the `sampled` tensors whose stored entries differ from its current
-        ones; None if there is none."""
+        """Return the first of the `sampled` tensors [...] whose stored entries differ from its
+        current entries; None if there is none."""
         for tensor, shape, entries in self._entries:
             if not has_data(tensor):
                 continue

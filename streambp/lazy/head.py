@@ -396,8 +396,8 @@ class LazyHead:
 
         Args:
             hook: the engine's tensor hook on the logits. The logits themselves get no gradient, so
-                the factor is the hook's result for a gradient of 1: hook(torch.ones(1)), in float32
-                or wider.
+                the factor is the hook's result for a gradient [1] of 1: hook(torch.ones(1)), in
+                float32 or wider.
         """
         task = torch._C._current_graph_task_id()
         if task in self._gradients:

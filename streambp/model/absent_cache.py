@@ -18,12 +18,13 @@ from streambp.errors import StreamBPError
 
 
 class NoCacheError(StreamBPError, AttributeError):
-    """Raised when a program uses the KV cache in the output of a training step, which has no
-    cache."""
+    """Raised when a program uses the KV cache of a patched model's training step. Such a step makes
+    no cache."""
 
 
 class AbsentCache:
-    """Placeholder for `past_key_values` in the output of a training step, which makes no KV cache.
+    """Placeholder in the field `past_key_values` of a training step's output. A patched model makes
+    no KV cache in training, and None could be mistaken for the start of a new sequence.
 
     Every access to the placeholder raises `NoCacheError`.
     """
@@ -47,8 +48,8 @@ class AbsentCache:
 
 
 def refuse() -> NoReturn:
-    """Raise `NoCacheError`. `AbsentCache` calls this function if a program uses the KV cache of a
-    training step. Steps whose layers are computed chunk by chunk make no cache."""
+    """Raise `NoCacheError`. `AbsentCache`, the placeholder for the cache of a training step, calls
+    this function at every access."""
     raise NoCacheError(
         "The cache of a streamed training step was used. A streamed step makes no cache unless "
         "the call asks for one; use_cache in the config is not enough. Pass use_cache=True to the "

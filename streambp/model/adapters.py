@@ -10,12 +10,14 @@ from streambp.layer.layer_state import LayerState
 
 
 def adapter_notes(layer_states: Iterable[LayerState]) -> list[str]:
-    """Return lines for `describe` about LoRA adapters. The first line counts the Linears that are
-    computed with their adapters as one operation. The second line counts the Linears that run
-    peft's own, slower forward, with reasons. Two more lines count adapted weights of experts.
+    """Return lines for `streambp.describe` about LoRA adapters inside of layers. The first line
+    counts the Linears that are computed together with their adapters as one operation. The second
+    line counts the Linears that run peft's own, slower forward, with reasons. Two more lines count
+    adapted weights of experts.
 
     Args:
-        layer_states: records of the decoder layers. Layers that were not called yet are left out.
+        layer_states: state of each decoder layer, with its adapters (`LayerState`). Layers that
+            were not called yet are left out.
     """
     number_of_fused = 0
     number_of_factored = 0

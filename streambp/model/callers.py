@@ -118,8 +118,8 @@ def wants_predictions() -> bool:
 
 
 def _stack_frames() -> Iterator[FrameType]:
-    """Yield the Python frames of the current call stack, innermost first, among which the caller of
-    the model is searched."""
+    """Yield the Python frames of the current call stack, innermost first. Callers search these
+    frames for the code that called the model."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         yield frame
@@ -170,8 +170,11 @@ class NoLogitsMixin:
 
 
 def _warn_of_read() -> None:
-    """Warn that logits are None, at the source line that reads the logits. Reads by libraries such
-    as transformers do not warn, because these libraries test for None."""
+    """Warn that `output.logits` is None, if user code reads it; the warning points at that line.
+    Libraries such as transformers test for None, so their reads do not warn.
+
+    Called by the methods of `NoLogitsMixin` that read a field.
+    """
     home = str(sys._getframe(2).f_globals.get("__name__"))
     if home.partition(".")[0] not in LIBRARIES_TESTING_NONE:
         warnings.warn(f"logits is None: {NO_LOGITS_REMEDY}", stacklevel=3)

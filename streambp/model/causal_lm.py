@@ -71,13 +71,13 @@ class CausalLMForward(InstanceForward):
     Attributes:
         last: sentence for `describe` on how the loss was computed in the last training call. While
             there has been no training call, the sentence is about the last call of any kind.
-        lazy: record of the lazy logits (computed where the program uses them) that the call of
-            `last` returned, and of the operations on these logits. None if it returned none.
+        lazy: record of how the program used the lazy logits that the call of `last` returned. Lazy
+            logits are computed where they are used. None if the call returned none.
         trained: number of calls in training mode with gradients.
         unlabelled: number of these calls without labels, which built the logits.
         predicted: True if an evaluation built the logits because a Trainer collects them.
-        left_out: names of the output fields, for example "logits", that the last training call
-            left None because it computed the loss block by block. Calls that return a tuple do not
+        left_out: names of the output fields, for example "logits", that the last training call left
+            None because it computed the loss block by block. Calls that return a tuple do not
             count. None before the first such call.
     """
 
@@ -248,8 +248,8 @@ class CausalLMForward(InstanceForward):
         temperature: float = 1.0,
         in_float32: bool = False,
     ) -> tuple[Any, TokenLogProbs, HeadRequest]:
-        """Return the model's output without logits, and log-probabilities of the labels for each
-        token.
+        """Run the model without building logits, and return its output together with
+        log-probabilities of the labels for each token.
 
         Args:
             kwargs: arguments of the model's forward, with labels.
@@ -260,9 +260,9 @@ class CausalLMForward(InstanceForward):
 
         Returns:
             The model's output, the values of each token [B, T - 1] (with shift_labels [B, T]), and
-                the record of the output projection's inputs. The record's `hidden_states()` is
-                [B, T - 1, h]: the output projection's input, or the final norm's if the record's
-                `norm` is set.
+                a record of the output projection. `hidden_states()` of the record returns the
+                hidden states [B, T - 1, h] of these tokens. If the record's `norm` is set, the
+                hidden states are those before this norm.
 
         Raises:
             StreamBPError: the model's loss uses the logits outside of cross_entropy, or another
@@ -324,9 +324,10 @@ class CausalLMForward(InstanceForward):
         return output
 
     def _run_unpatched(self, kwargs: dict[str, Any]) -> Any:
-        """Run the model's own forward and loss without chunks and without recomputation, and return
-        the output. Return None if this call must be computed chunk by chunk instead, for example
-        because its graph would take too much memory. [Note: micro-batches as unpatched]"""
+        """Run the model's own forward and loss, without chunks and without recomputation, and
+        return the output. This is faster, and possible if all activations fit into memory. Return
+        None if the micro-batch must be computed chunk by chunk instead. [Note: micro-batches as
+        unpatched]"""
         returns_dict = kwargs.get("return_dict")
         returns_dict = (
             getattr(self.module.config, "return_dict", True)
@@ -412,9 +413,13 @@ class CausalLMForward(InstanceForward):
 
     @property
     def _averages_empty_rows(self) -> bool:
-        """True if the model's own attention gives the mean over all keys to a query that may read
-        no key. Eager attention adds its mask to the scores; so does attention with a bias. False
-        for encoders, in which padding reads the tokens behind it."""
+        """True if the model's own attention returns the mean of all values for a query that may
+        attend to no key (at left padding, for example). Eager attention does so, because it adds
+        its mask to the scores; so does attention with a bias. Patched layers return 0 for such a
+        query.
+
+        False for encoders, where padding attends to the tokens after it.
+        """
         layer_states = self.state.steps.layer_states
         if self._mask_argument != DECODER_MASK and any(
             layer_state.kind.attention.reads_ahead for layer_state in layer_states
@@ -432,7 +437,8 @@ class CausalLMForward(InstanceForward):
 
     @functools.cached_property
     def _mask_argument(self) -> str:
-        """Return the name of the argument with the mask of the labels' tokens."""
+        """Return the name of the forward's argument that masks padding among the labels' tokens:
+        "decoder_attention_mask" for an encoder-decoder, otherwise "attention_mask"."""
         is_encoder_decoder = getattr(self.module.config, "is_encoder_decoder", False)
         return DECODER_MASK if is_encoder_decoder else "attention_mask"
 
@@ -497,11 +503,12 @@ class CausalLMForward(InstanceForward):
                 raise
 
     def _finish(self, output: Any) -> Any:
-        """Return the output of the model's own forward without placeholder tensors (`LazyHidden`).
+        """Return the model's output without the lazy tensors (`LazyHidden`) that its own forward
+        put in the places of hidden states and logits.
 
-        Placeholders for hidden states are computed. Placeholders for logits are removed (None in a
-        `ModelOutput`), except in evaluation if the setting `eval_logits` is on or if the caller
-        reads logits. The logits are then computed.
+        Hidden states are computed. Logits are removed (None in a `ModelOutput`), except in
+        evaluation if the setting `eval_logits` is on or if the caller reads logits. The logits are
+        then computed.
         """
         evaluates = not self.module.training
         logits_wanted = self.state.config.eval_logits and evaluates
@@ -567,13 +574,13 @@ def _without_nan(output: Any, labelled: Tensor) -> Any:
 
 def _hand_out(output: Any, request: HeadRequest) -> Any:
     """Return a model's output with lazy logits (`LazyLogits`, computed where the program uses them)
-    in place of placeholders for logits (`LazyHidden`). Placeholders for hidden states, and for the
-    logits of a single position, are computed at once.
+    in place of the tensors that represented logits inside of the model's forward (`LazyHidden`).
+    Hidden states, and the logits of a single position, are computed at once.
 
     Args:
         output: the model's output, a `ModelOutput` or a tuple.
-        request: record of what is computed from these logits, for `describe` and for their
-            backward.
+        request: record of the output projection in this call. Later uses of the logits are noted
+            there for `describe`.
     """
 
     def real_or_lazy(value: Any) -> Any:

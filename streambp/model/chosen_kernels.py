@@ -136,20 +136,20 @@ def why_no_driver(kind: str) -> str | None:
 def dispatch_by_device(
     kind: str, rotations: dict[nn.Module, Callable[..., Any]], attributes: Attributes
 ) -> set[nn.Module]:
-    """Change the forwards that Liger bound to modules: Liger's code then runs on devices of type
-    `kind` alone, and the module's own forward on all other devices. Called by `install_kernels`,
-    while transformers' modeling modules contain Liger's functions.
+    """Make modules with Liger's forwards run Liger's code on devices of type `kind` alone, and
+    their own forward on all other devices. Called by `install_kernels`, while transformers'
+    modeling modules contain Liger's functions.
 
     Args:
         kind: the device type on which Liger's kernels run, such as "cuda".
         rotations: filled by this function with Liger's rotary embedding function for each attention
             module that uses one.
-        attributes: dict from each module of the model to its attributes before Liger changed
-            modules.
+        attributes: dict from each module of the model to its `__dict__` before Liger's forwards
+            were set.
 
     Returns:
-        The modules to restore to their previous forward: compiled modules, modules with another
-        library's forward, and experts.
+        The modules that must not have Liger's forward, and are restored by the caller: compiled
+            modules, modules with another library's forward, and experts.
     """
     to_restore = {
         m
@@ -174,8 +174,9 @@ def dispatch_by_device(
 
 
 def rotates_halves(rotation: Callable[..., Any]) -> bool:
-    """True if a modeling file's rotary embedding function pairs the same features as Liger's
-    kernel. Only such a function is replaced by Liger's.
+    """True if a model's rotary embedding function rotates the same pairs of features as Liger's
+    kernel. Only such a function may be replaced by Liger's. The function is called with random
+    numbers, and the results are compared.
 
     Liger's kernel pairs the first half of a head's features with the second half. Some models pair
     neighbours, or rotate a part of the features.

@@ -67,11 +67,11 @@ PARAMETERS, _, MODULES = MODULE_TABLES
 
 class RegionCompiler:
     """Compiles the norms, MLP activations and rotary embeddings of one model with torch.compile.
-    Counts the compiled graphs and the seconds of compilation.
+    Counts the compiled graphs and the seconds of compilation for `streambp.describe`.
 
     Attributes:
-        graphs: number of compiled graphs for each role. A role is the name of a module in its
-            layer, such as "input_layernorm". All experts of an MLP share a role.
+        graphs: number of compiled graphs by role. A role is the name of a module in its layer, such
+            as "input_layernorm". All experts of an MLP share a role.
         seconds: time that compilation took.
         compiled_functions: compiled functions by (function, role).
     """
@@ -91,8 +91,13 @@ class RegionCompiler:
         return self
 
     def compile_function(self, function: Any, role: str) -> Callable[..., Any]:
-        """Return the function compiled with torch.compile. The result is cached for each function
-        and role. A role is the name of a module in its layer, such as "input_layernorm"."""
+        """Return the function compiled with torch.compile. The result is cached, so that all
+        modules with the same function and role share it.
+
+        Args:
+            function: the function to compile.
+            role: name of the module in its layer, such as "input_layernorm".
+        """
         if (function, role) not in self.compiled_functions:
             code = function.__code__.replace(co_name=function.__name__)
             copied = types.FunctionType(
@@ -118,11 +123,12 @@ class RegionCompiler:
 
 
 class CompiledRegion:
-    """Forward of a module with one compiled part. The forward of the module's class runs for calls
-    that the compiled part does not support.
+    """Forward of a module in which one part is compiled, for example an MLP's activation. The
+    forward of the module's class runs for calls that the compiled part does not support.
 
     Args:
-        run: `compute_norm` or `compute_mlp`, which compute the forward with the compiled part.
+        run: `compute_norm` or `compute_mlp`: computes the module's forward with the compiled part,
+            or returns NotImplemented.
         compiled: the compiled part. `compute_norm` calls it with (module, tokens [n, h], ...), and
             `compute_mlp` with (activation, outputs of the MLP's first Linears [n, m], ...).
     """
@@ -141,14 +147,15 @@ class CompiledRegion:
 
 
 def compute_norm(compiled: Callable[..., Tensor], module: nn.Module, *tensors: Any) -> Any:
-    """Return the norm of x [..., h], computed with the compiled function. Return NotImplemented for
-    rows of one token, and for arguments other than x and, for some norms, gates [..., h]. The
-    module's own forward then runs.
+    """Compute a norm with its compiled function, and return the result [..., h].
+
+    Return NotImplemented for calls that the compiled function does not support: rows of one token,
+    and arguments that are not tensors of equal shape. The module's own forward then runs.
 
     Args:
         compiled: compiled function of (module, x [n, h], ...).
         module: the norm.
-        tensors: x, and the gates if there are any.
+        tensors: x [..., h]; for gated norms also the gates [..., h].
     """
     shapes_are_equal = bool(tensors) and all(
         can_compute(x) and x.shape == tensors[0].shape for x in tensors
@@ -159,16 +166,17 @@ def compute_norm(compiled: Callable[..., Tensor], module: nn.Module, *tensors: A
 
 
 def compute_mlp(compiled: Callable[..., Tensor], module: nn.Module, *args: Any) -> Any:
-    """Return the result [..., h] of a gated MLP for x [..., h]. Return NotImplemented for rows of
-    one token, and for arguments other than one tensor x. The module's own forward then runs.
+    """Compute a gated MLP, down(act(gate(x)) * up(x)), whose activation and product are compiled;
+    the Linears are not. Return the result [..., h].
 
-    The product of the activated gate with the up projection is compiled. The Linears are not.
+    Return NotImplemented for calls that the compiled function does not support: rows of one token,
+    and arguments other than one tensor x. The module's own forward then runs.
 
     Args:
         compiled: compiled function of (activation, gate [n, m], up [n, m]), or of (activation, gate
             and up in one tensor [n, 2 m]).
         module: the MLP.
-        args: x.
+        args: x [..., h].
     """
     if len(args) != 1 or not can_compute(args[0]) or not _has_several_tokens(args[0]):
         return NotImplemented
@@ -179,8 +187,12 @@ def compute_mlp(compiled: Callable[..., Tensor], module: nn.Module, *args: Any) 
 
 
 def gate_product(act: Callable[[Tensor], Tensor], *products: Tensor) -> Tensor:
-    """Return act(gate) * up [n, m], the compiled part of a gated MLP, from gate and up [n, m], or
-    from one tensor [n, 2 m] with gate before up."""
+    """Return act(gate) * up [n, m], the part of a gated MLP that is compiled.
+
+    Args:
+        act: the activation.
+        products: gate and up, [n, m] each, or one tensor [n, 2 m] with gate before up.
+    """
     gate, up = products if len(products) > 1 else products[0].chunk(2, -1)
     return act(gate) * up
 
@@ -203,11 +215,18 @@ class CompiledRotationGlobals(RotationGlobals):
     def apply_rotary(
         self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any
     ) -> Any:
-        """Return q [B, H, T, D] and k [B, H_kv, T, D] with rotary embeddings applied.
+        """Return q and k with rotary embeddings applied, by the compiled function.
 
-        The modeling file's present function runs instead of the compiled code if another library
-        has replaced that function after `patch`. Rows of one token, and calls with further
-        arguments, run that function too.
+        The modeling file's own function runs instead for rows of one token and for calls with
+        further arguments, which the compiled function does not support. If another library has
+        replaced the modeling file's function since `patch`, the replacement runs.
+
+        Args:
+            q: [B, H, T, D].
+            k: [B, H_kv, T, D].
+            cos: [B, T, D].
+            sin: [B, T, D].
+            args, kwargs: further arguments of the modeling file's function.
         """
         current = self.around[ROTARY]
         four = (q, k, cos, sin)

@@ -460,10 +460,12 @@ def _describe_offload(state: PatchState, record: StepRecord | None) -> str:
 
 
 def _host_time_text(host: HostChoice | None) -> str:
-    """Return text on how many seconds faster each step would be, by prediction, if saved tensors
-    were moved to the host. Tensors are not moved until the seconds that faster steps would have
-    spared exceed the seconds of pinning host memory. Return "" if tensors are moved, or if they
-    stay on the device for another reason. [Note: host by seconds]
+    """Return text for offload="if_faster" while saved tensors still stay on the device; "" if they
+    are moved, or stay for another reason.
+
+    Pinning host memory costs seconds once. Tensors are moved only after the predicted gain of
+    faster steps, in seconds, has reached this cost. The text has the gain of one step, and the
+    seconds that are missing. [Note: host by seconds]
 
     Args:
         host: decides in each micro-batch if tensors move; None: the settings decide.

@@ -46,8 +46,8 @@ class LossOfLabels(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
-        """Save nothing for backward of the scalar loss. torch.func's transforms require a
-        `setup_context` apart from `forward`."""
+        """Save nothing for backward of the scalar loss, which needs only its own argument.
+        torch.func's transforms require this method in addition to `forward`."""
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

@@ -50,8 +50,8 @@ class FusedHead(InstanceForward):
         self.requested_outputs = tuple(name for name in OPTIONAL_OUTPUTS if name in outputs)
 
     def install(self) -> None:
-        """Replace the model's forward by this one, and register this replacement for removal by
-        `unpatch`."""
+        """Replace the model's forward by this object, and add this object to the replacements that
+        `unpatch` removes."""
         super().install()
         self.order = 1 + max(wrapper.order for wrapper in self.state.wrappers)
         self.state.enter(self)
@@ -129,8 +129,9 @@ def add_head(
 
 
 def copy_head(causal: CausalLMForward, previous: FusedHead | None) -> FusedHead | None:
-    """Return a new `FusedHead` with the settings of the fused head that a model had before this
-    `patch`; None if the model had none.
+    """Return a new `FusedHead` for a model that is patched again, with the settings of the fused
+    head that the model had before; None if the model had none. A fused head is a forward that
+    accepts `fused_lm_head=True` and returns per-token values in place of logits.
 
     Args:
         causal: the model's new patched forward.

@@ -97,15 +97,15 @@ class AttributeChange:
 
 @dataclasses.dataclass(frozen=True)
 class InstalledKernels:
-    """Record of the module attributes that `install_kernels` or `compile_regions` changed, with
-    which they can be restored.
+    """Record of the module attributes that `install_kernels` or `compile_regions` changed, so that
+    `uninstall` can restore them.
 
     Args:
         changes: the changed attributes, in the order of the changes.
         skipped_classes: names of the classes whose modules keep their own forward, because Liger's
             or the compiled forward would not compute the same.
-        why_own: the reason why kernels="auto" or "compiled" changes no module of a model; None:
-            there is no such reason.
+        why_own: the reason why the setting `kernels` changed no module of the model; None: it
+            changed modules, or had nothing to change.
         compiler: the `RegionCompiler` that compiles the modules' forwards; None: no forward is
             compiled.
         marks: pairs of a changed module and the result of `compilers_marks` for that module, from
@@ -136,9 +136,9 @@ class InstalledKernels:
 
 
 def compilers_marks(module: nn.Module) -> dict[str, frozenset[str]]:
-    """Return a dict from the names of a module's parameters to the names of the attributes
-    (`_dynamo_...`) that torch's compiler has set on the parameter. `uninstall` removes the
-    attributes that were added since `patch`."""
+    """Return, for each parameter name of a module, the names of the attributes (`_dynamo_...`) that
+    torch's compiler has set on the parameter. `uninstall` compares two such results, and removes
+    the attributes that were added since `patch`."""
     return {
         name: frozenset(key for key in vars(parameter) if key.startswith(COMPILER_MARK_PREFIX))
         for name, parameter in module.named_parameters()
@@ -335,11 +335,18 @@ class RotationGlobals(dict[str, Any]):
     def apply_rotary(
         self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any
     ) -> Any:
-        """Return q [B, H, T, D] and k [B, H_kv, T, D] with rotary embeddings applied.
+        """Return q and k with rotary embeddings applied, by Liger's function if it supports the
+        call, and otherwise by the modeling file's function.
 
-        Liger's function runs if it supports the call, and otherwise the modeling file's function.
         If another library has replaced the modeling file's function since `patch`, the replacement
         runs for every call.
+
+        Args:
+            q: [B, H, T, D].
+            k: [B, H_kv, T, D].
+            cos: [B, T, D].
+            sin: [B, T, D].
+            args, kwargs: further arguments of the modeling file's function.
         """
         current = self.around[ROTARY]
         plain = (
@@ -371,8 +378,8 @@ def supports_input(x: Tensor, kind: str) -> bool:
 
 
 def fused_modules(layer: nn.Module) -> dict[str, list[str]]:
-    """Return the modules of a layer whose forward another library or the compiler replaced, for
-    `describe`: a dict from the library's name to the modules' names.
+    """Return the modules of a layer whose forward another library or the compiler has replaced: a
+    dict from the library's name to the modules' names. `streambp.describe` reports the modules.
 
     Liger's forwards are found on the class and on the instance. Forwards of other libraries, such
     as hub kernels, are found on the instance alone. Liger's rotary embedding is included, even if
@@ -408,8 +415,13 @@ def fused_modules(layer: nn.Module) -> dict[str, list[str]]:
 
 
 def _function_for(causal: PreTrainedModel) -> Callable[..., None]:
-    """Return Liger's function for models with the `model_type` of `causal`, which applies Liger's
-    kernels. An example is `apply_liger_kernel_to_llama`. Raise if Liger has no such function."""
+    """Return the function by which Liger applies its kernels to models like `causal`, for example
+    `apply_liger_kernel_to_llama`. The function is chosen by the config's `model_type`.
+
+    Raises:
+        NoKernelsError: Liger has no function for this `model_type`, or Triton cannot be imported.
+        MissingLibraryError: Liger is not installed.
+    """
     try:
         with require_library(LIGER):
             table = getattr(
@@ -435,8 +447,12 @@ def _function_for(causal: PreTrainedModel) -> Callable[..., None]:
 
 @contextlib.contextmanager
 def _restore_global_names(causal: PreTrainedModel) -> Iterator[None]:
-    """Context manager that afterwards restores the global names of transformers' modeling modules,
-    and the attributes of the model's classes, which Liger replaces for the whole process."""
+    """Context manager that undoes global changes of Liger at its end. Liger replaces names in
+    transformers' modeling modules, and attributes of model classes, for the whole process.
+
+    Args:
+        causal: the model, whose classes are restored.
+    """
     modules = [
         module
         for name, module in list(sys.modules.items())

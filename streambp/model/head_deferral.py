@@ -56,16 +56,16 @@ def can_be_deferred(norm: nn.Module) -> bool:
 
 class DeferredForward(InstanceForward):
     """Replacement of the forward of the final norm, or of the output projection, during one call of
-    the model. The result is a placeholder tensor. The loss later computes norm and projection block
-    by block.
+    the model. The result is a lazy tensor (`LazyHidden`), whose values are not computed yet. The
+    loss later computes norm and projection block by block.
 
-    The norm's replacement returns a `LazyHidden` that references the norm and its input. The output
-    projection's replacement wraps the projection's input in a `LazyHidden` if the norm was not
-    replaced.
+    The norm's replacement returns a lazy tensor that references the norm and its input. The output
+    projection's replacement makes its input lazy in case the norm was not replaced.
 
     Args:
         module: the final norm or the output projection.
-        request: options of the output projection in this call, which all its placeholders share.
+        request: options of the output projection in this call, which all lazy tensors of the call
+            share.
         is_norm: True if `module` is the final norm.
     """
 
@@ -75,9 +75,9 @@ class DeferredForward(InstanceForward):
         self.is_norm = is_norm
 
     def call(self, hidden_states: Tensor) -> Tensor:
-        """Return a placeholder tensor (`LazyHidden`) in place of the module's output. The output is
-        the normed hidden states [..., h] of the final norm, or the logits [..., V] of the output
-        projection.
+        """Return a lazy tensor (`LazyHidden`) in place of the module's output: the normed hidden
+        states [..., h] of the final norm, or the logits [..., V] of the output projection. The
+        values are computed later, on use.
 
         Args:
             hidden_states: [..., h], the module's input.
@@ -108,19 +108,23 @@ class DeferredForward(InstanceForward):
 
     @property
     def _runs_engine_linear(self) -> bool:
-        """True if DeepSpeed has replaced torch's `F.linear` and the output projection runs
-        `nn.Linear`'s forward. `_project` then runs instead of that forward, because placeholder
-        tensors have a rule for torch's own `F.linear` only.
+        """True if the output projection's forward would call DeepSpeed's replacement of `F.linear`.
+        Lazy tensors have a rule for torch's own `F.linear` only, so `_project` applies this rule
+        directly.
 
-        DeepSpeed's function computes the same, and stays in place once the process has created a
-        ZeRO-3 engine.
+        DeepSpeed's function computes the same as torch's, and stays in place once the process has
+        created a ZeRO-3 engine.
         """
         plain = type(self.module).forward is nn.Linear.forward and self.previous is None
         return plain and package_of(nn.functional.linear) in ENGINE_PACKAGES
 
     def _project(self, hidden_states: LazyHidden) -> Tensor:
-        """Return a placeholder for the logits [..., V] of hidden_states [..., h], which are
-        computed later from the module's weight and bias."""
+        """Return lazy logits [..., V], which are computed later from `hidden_states`, and the
+        module's weight and bias.
+
+        Args:
+            hidden_states: [..., h], the output projection's input.
+        """
         result: Any = NotImplemented
         if hidden_states.follows_rules():
             result = LazyHidden.rules["linear"](hidden_states, self.module.weight, self.module.bias)
@@ -128,9 +132,10 @@ class DeferredForward(InstanceForward):
 
 
 class HeldHead(nn.Module):
-    """Module in place of an output projection whose weight ZeRO-3 or FSDP shards, during one call
-    of the model. The weight is gathered once and copied. Logits are computed with the copy, in
-    forward and again in backward.
+    """Module that replaces an output projection whose weight ZeRO-3 or FSDP shards, during one call
+    of the model. The engine frees the gathered weight when the projection's forward ends, but the
+    logits are computed later. The weight is therefore copied while it is gathered, and logits are
+    computed with the copy, in forward and again in backward.
 
     Args:
         model: the language model.
@@ -160,8 +165,12 @@ class HeldHead(nn.Module):
         return self._head[0].weight
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Return a placeholder for the logits [..., V] of hidden_states [..., h], which are
-        computed later from a copy of the projection's weight and bias."""
+        """Return lazy logits [..., V], which are computed later from `hidden_states` and from a
+        copy of the projection's weight and bias.
+
+        Args:
+            hidden_states: [..., h], the output projection's input.
+        """
         head: Any = self._head[0]
         loan = WeightLoan()
 
@@ -187,8 +196,9 @@ class HeldHead(nn.Module):
 
 @contextlib.contextmanager
 def restore_heads(model: nn.Module) -> Iterator[None]:
-    """Context manager in which a model has its own output projections in the places of `HeldHead`,
-    for code that copies or describes the model while a call is in progress.
+    """Context manager in which a model has its own output projections again, even if a call of the
+    model has replaced them by `HeldHead`. Used by code that copies or describes the model while the
+    call is in progress.
 
     Args:
         model: the model.
@@ -205,7 +215,8 @@ def restore_heads(model: nn.Module) -> Iterator[None]:
 
 @dataclasses.dataclass
 class WeightLoan:
-    """Copies of a sharded output projection's weight and bias for one forward, and their gradients.
+    """Copies of a sharded output projection's weight and bias for one forward, and the gradients of
+    the copies. `LendWeights` and `BorrowWeights` exchange the gradients through this object.
 
     Attributes:
         copies: the weight [V, h], and the bias [V] if the projection has a bias.
@@ -220,35 +231,42 @@ class WeightLoan:
 
 
 class LendWeights(torch.autograd.Function):
-    """Autograd function inside of a sharded output projection: returns hidden_states [..., h]
-    unchanged. Backward gives the projection's weight [V, h] and bias [V] the gradients of their
-    copies.
+    """Autograd function that runs inside of the forward of a sharded output projection, where its
+    weights are gathered. Forward returns hidden_states [..., h] unchanged. Backward returns the
+    gradients of weight [V, h] and bias [V], which were computed for copies of them.
 
     hidden_states is the only output, because engines such as DeepSpeed count the outputs that
-    receive a gradient. Backward reads the copies' gradients from `WeightLoan`.
+    receive a gradient. The copies' gradients are passed in a `WeightLoan`.
     """
 
     @staticmethod
     def forward(ctx: Any, loan: WeightLoan, hidden_states: Tensor, *weights: Tensor) -> Tensor:
-        """Return a view of hidden_states [..., h]. The weights are inputs so that backward can
-        return gradients for them: the gradients of their copies, which are stored in `loan`."""
+        """Return a view of hidden_states [..., h].
+
+        Args:
+            loan: object in which backward finds the gradients of the weights' copies.
+            hidden_states: [..., h].
+            weights: weight and bias of the output projection. Backward returns their gradients;
+                forward does not use them.
+        """
         ctx.lent = loan
         ctx.set_materialize_grads(False)
         return hidden_states.view_as(hidden_states)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return the gradient of hidden_states [..., h] unchanged, and the gradients of the weights
-        that `BorrowWeights.backward` stored in `WeightLoan`."""
+        """Return the gradient of hidden_states [..., h] unchanged, and the gradients of weight and
+        bias: those that `BorrowWeights.backward` has stored in `WeightLoan` for the copies."""
         grads = ctx.lent.grads
         ctx.lent.grads = ()
         return None, grad, *(grads or (None,) * (len(ctx.needs_input_grad) - 2))
 
 
 class BorrowWeights(torch.autograd.Function):
-    """Autograd function after a sharded output projection: returns hidden_states [..., h]
-    unchanged, and the copies of the projection's weight [V, h] and bias [V] as tensors with a
-    graph."""
+    """Autograd function that runs after the forward of a sharded output projection. Forward returns
+    hidden_states [..., h] unchanged, and the copies of weight [V, h] and bias [V], from which
+    logits are computed later. Backward stores the copies' gradients in a `WeightLoan`, where
+    `LendWeights` finds them."""
 
     @staticmethod
     def forward(ctx: Any, loan: WeightLoan, hidden_states: Tensor) -> tuple[Tensor, ...]:

@@ -62,8 +62,8 @@ def patch_of(model: nn.Module) -> PatchState:
 
 
 def record_of(state: PatchState) -> StepRecord | None:
-    """Build the record of a patched model's last micro-batch with gradients, for `last_step`; None
-    before the first micro-batch with gradients."""
+    """Return the record of a patched model's last micro-batch with gradients; None before the first
+    one. `streambp.last_step` and the log use this function."""
     steps = state.steps
     step = state.steps.last_decided_step()
     if step is None:
@@ -118,8 +118,13 @@ def record_of(state: PatchState) -> StepRecord | None:
 
 
 def _step_memory(state: PatchState, step: Step) -> StepMemory:
-    """Return the device memory that `step` needed, and the device memory that was free, for the
-    record of the step."""
+    """Return the device memory that a step needed, and the device memory that was free, for the
+    step's record.
+
+    Args:
+        state: the model's patch.
+        step: notes on the step.
+    """
     choice = step.choice
     layer_states = state.steps.layer_states
     device = (
@@ -140,11 +145,11 @@ def _step_memory(state: PatchState, step: Step) -> StepMemory:
 def _saved_tensors(
     state: PatchState, step: Step, choice: SavesChoice | None
 ) -> tuple[SavedTensors, ...]:
-    """Return the tensors that layers saved for backward in `step`, one entry for each kind.
+    """Return the tensors that layers saved for backward in a step, one entry for each kind.
 
     Args:
         state: the model's patch.
-        step: the record of the step.
+        step: notes on the step.
         choice: the tensors that saves="auto" chose to save in the step; None: the user named the
             tensors to save.
     """
@@ -163,19 +168,24 @@ def _saved_tensors(
 
 
 def moves_to_host(state: PatchState, step: Step) -> bool:
-    """True if saved tensors of a step go to the host: by the setting offload="cpu" or "auto", or
-    by a choice for this step.
+    """True if saved tensors of a step go to the host: by the setting offload="cpu" or "auto", or by
+    a choice for this step.
 
     Args:
         state: the model's patch.
-        step: the record of the step.
+        step: notes on the step.
     """
     return state.config.always_moves or was_moved(step.choice)
 
 
 def _host_traffic(state: PatchState, step: Step) -> HostTraffic | None:
-    """Return how many bytes `step` moved to host memory and back, for its record; None if the step
-    moves no saved tensors to the host."""
+    """Return the number of bytes that a step moved to host memory and back, for the step's record;
+    None if the step moves no saved tensors to the host.
+
+    Args:
+        state: the model's patch.
+        step: notes on the step.
+    """
     if state.offloader is None or not moves_to_host(state, step):
         return None
     stats = state.offloader.stats()

@@ -30,14 +30,13 @@ from streambp.layer.packed_experts import PackedWeight, packed_kinds
 
 @dataclasses.dataclass(eq=False)
 class PackedActivation:
-    """Replacement for the method `_activate_lora` of peft's module around an expert weight in 4
-    bits. The method returns a context manager in which the experts' forward uses the active
-    adapters.
+    """Replacement for the method `_activate_lora` of peft's `ParamWrapper`, for an expert weight in
+    4 bits. A call returns a context manager in which the experts' forward uses the active adapters.
+    The method of peft would add the adapters twice, or leave adapters out.
 
     Attributes:
         module: peft's module (`ParamWrapper`).
-        stays: True if `unpatch` leaves the replacement in the module; False: `unpatch` removes the
-            replacement.
+        stays: True if `unpatch` leaves the replacement in the module; False: `unpatch` removes it.
     """
 
     module: Any
@@ -45,7 +44,8 @@ class PackedActivation:
 
     @contextlib.contextmanager
     def __call__(self, active_adapters: list[str]) -> Iterator[None]:
-        """Context manager in which experts read the sum of their weight and the active adapters.
+        """Context manager in which the experts' weight is the sum of the decoded weight and the
+        active adapters.
 
         Args:
             active_adapters: names of adapters; a name without matrices for this weight is left out.
@@ -66,13 +66,13 @@ class PackedActivation:
 
 def activate_packed(model: nn.Module, stays: bool = False) -> None:
     """Replace the method `_activate_lora` of peft's modules around expert weights in 4 bits. Each
-    forward calls the method to add the active adapters to the weight. The method of peft adds an
+    forward calls this method to add the active adapters to the weight. peft's own method adds an
     adapter of a 4-bit weight twice, or leaves the adapter out.
 
     Args:
         model: a module that contains peft's modules; changed in place.
-        stays: True if `unpatch` leaves the replacements, for the planner, which also predicts
-            unpatched steps. False: `unpatch` removes the replacements.
+        stays: False: `unpatch` removes the replacements. True: `unpatch` leaves them, for the
+            planner, which also predicts unpatched steps.
 
     Raises:
         UnsupportedModelError: a forward before `patch` has left an adapter in a weight, because

@@ -27,7 +27,12 @@ CHANGED_TABLES = (
 
 @contextlib.contextmanager
 def restore_on_error(model: nn.Module) -> Iterator[None]:
-    """Context manager that restores a model and its previous patch if the body raises."""
+    """Context manager around `patch`: if the body raises, the model and its previous patch are
+    restored to their state at the beginning.
+
+    Args:
+        model: the model that is patched.
+    """
     states = [
         module.__dict__[PATCH_ATTRIBUTE]
         for module in model.modules()
@@ -43,8 +48,9 @@ def restore_on_error(model: nn.Module) -> Iterator[None]:
 
 
 def _attributes(model: nn.Module, states: list[PatchState]) -> Iterator[dict[str, Any]]:
-    """Yield the attribute dictionary (`__dict__`) of each module of the model, and of each object
-    of its patch that `unpatch` changes. `restore_on_error` copies these dictionaries.
+    """Yield each attribute dictionary (`__dict__`) that patching may change: those of the model's
+    modules, and those of the objects of a previous patch. `restore_on_error` copies these
+    dictionaries.
 
     Args:
         model: the model.
@@ -67,8 +73,13 @@ def _attributes(model: nn.Module, states: list[PatchState]) -> Iterator[dict[str
 
 
 class AttributeCopy:
-    """Copy of an object's `__dict__`, and of the dictionaries and lists inside whose contents
-    `patch` changes, such as hooks."""
+    """Copy of an object's attributes (`__dict__`), from which they can be restored. Some attributes
+    are dictionaries or lists that `patch` changes in place, such as tables of hooks. The contents
+    of these are copied too.
+
+    Args:
+        attributes: the object's `__dict__`.
+    """
 
     def __init__(self, attributes: dict[str, Any]) -> None:
         self.live_attributes, self.attributes = attributes, dict(attributes)
@@ -79,8 +90,8 @@ class AttributeCopy:
         ]
 
     def restore(self) -> None:
-        """Restore the object's attributes, and the contents of the copied dictionaries and lists,
-        in their previous order."""
+        """Restore the object's attributes, and the contents of those that are changed in place, in
+        their previous order."""
         self.live_attributes.clear()
         self.live_attributes.update(self.attributes)
         for table, contents in self.tables:

@@ -59,8 +59,8 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 class StepPredictor(Protocol):
-    """Interface of a class that predicts the memory and the time of a model's steps.
-    `planner/auto.py` has such a class.
+    """Interface of a class that predicts the memory and the seconds of a patched model's steps, for
+    settings that are "auto". `planner/auto.py` has such a class.
 
     Args:
         home: weak reference to the patched model.
@@ -70,14 +70,21 @@ class StepPredictor(Protocol):
     def __init__(self, home: PatchedModuleRef, config: StreamConfig) -> None: ...
 
     def __call__(self, device: torch.device) -> tuple[StepFigures, float]:
-        """Return predictions for the model's steps on `device` (memory, bytes of saved tensors,
-        seconds). The second result is the fraction of trained parameters, by bytes, whose `.grad`
-        is not None."""
+        """Return predictions for the model's steps on a device.
+
+        Args:
+            device: the device.
+
+        Returns:
+            The predictions (memory, bytes of saved tensors, seconds), and a fraction: the bytes of
+                trained parameters that have a gradient now, divided by the bytes of all trained
+                parameters.
+        """
         ...
 
     def room_for_weights(self, device: torch.device, rows: int, length: int) -> float:
-        """Return the bytes of `device` that remain for layer weights beside everything else in a
-        step. Weights beyond these bytes are stored on the host.
+        """Return how many bytes of `device` the weights of layers may take, beside everything else
+        that a step needs. Weights beyond this number are stored on the host.
 
         Args:
             device: the device.
@@ -90,8 +97,9 @@ class StepPredictor(Protocol):
 def install(
     model: Model, config: StreamConfig | None = None, states: type[StepPredictor] | None = None
 ) -> Model:
-    """Replace the forwards of a model so that its layers are computed chunk by chunk. Return the
-    model. After an error the model is as before: unpatched, or with its previous patch.
+    """Replace the forwards of a model so that its layers are computed chunk by chunk, and return
+    the model. If an error is raised, the model is left as it was before: unpatched, or with its
+    previous patch.
 
     Args:
         model: a transformers model, or a module that contains one. Changed in place.
@@ -179,10 +187,11 @@ def _install_patch(
 
 
 def _set_auto(state: PatchState, name: str, states: StepPredictor) -> None:
-    """Create the objects that decide "auto" settings, and the log of steps.
+    """Create the objects that decide settings with the value "auto", and store them in the patch's
+    state. Also turn on the log of steps.
 
     Args:
-        state: the patch's state, which receives these objects.
+        state: the patch's state.
         name: name of the model in the log.
         states: predicts the memory and the seconds of steps.
     """
@@ -268,19 +277,20 @@ def _make_wrappers(
 
 
 def _has_weight(head: Any) -> bool:
-    """True if an output projection has a weight. This function does not read a parametrized weight.
-    Torch would compute the weight, and spectral_norm would write to buffers."""
+    """True if an output projection has a weight. A parametrized weight (torch.nn.utils.parametrize)
+    is not read here: torch would compute the weight, and spectral_norm would change its buffers."""
     if parametrize.is_parametrized(head, "weight"):
         return True
     return isinstance(getattr(head, "weight", None), Tensor)
 
 
 def _check_products(stacks: ModelStacks, config: StreamConfig) -> None:
-    """Check the globs in `config.saves` against the Linears of a model's layers. For example,
-    "mlp.*@12" selects the Linears whose names match "mlp.*" in the last 12 layers.
+    """Raise if a name in the setting `saves` selects no Linear of the model's layers. Such names
+    are globs; for example, "mlp.*@12" selects the Linears whose names match "mlp.*" in the last 12
+    layers.
 
     Args:
-        stacks: the stacks of decoder layers in the model.
+        stacks: the model's backbones with their decoder layers.
         config: the settings.
 
     Raises:

@@ -21,12 +21,13 @@ ORIGINAL_POSITIONS_KEY = "original_max_position_embeddings"
 
 
 def positions_warning(config: PreTrainedConfig, seq_len: int) -> str | None:
-    """Return a warning if rows are longer than the model's `max_position_embeddings`, with code
-    that extends the rotary embeddings by YaRN if the model has any. None for shorter rows.
+    """Return the text of a warning if rows are longer than the model's `max_position_embeddings`;
+    None if they are not. The text contains code that extends rotary embeddings by YaRN, if the
+    model has any.
 
     Args:
         config: the model's configuration.
-        seq_len: positions of a row.
+        seq_len: number of positions in a row.
     """
     text = config.get_text_config()
     max_positions = position_limit(text)
@@ -90,9 +91,11 @@ def position_limit(text: PreTrainedConfig) -> int:
 def warn_beyond_positions(
     config: PreTrainedConfig, text: PreTrainedConfig, tokens: Tensor, positions: Tensor | None
 ) -> int:
-    """Warn of rows beyond the positions that a model with rotary embeddings was made for. Return
-    the number of tokens of a row up to which no later call needs this function. After a warning the
-    result is `UNLIMITED`, so that a model has one warning.
+    """Warn if a batch has more positions than the rotary embeddings of a model were made for.
+    Return a number of tokens: while rows are not longer than this number, later calls need no
+    check.
+
+    A model has only one warning: after the warning the result is `UNLIMITED`.
 
     Args:
         config: the configuration of the whole model, which the printed code changes.
@@ -116,13 +119,13 @@ def warn_beyond_positions(
 
 
 def yarn_fields(angles: Mapping[str, Any], max_positions: int, seq_len: int) -> dict[str, Any]:
-    """Return the fields of `rope_parameters` that extend rotary embeddings to `seq_len` positions
-    by YaRN, for the code that the warning prints.
+    """Return entries for a config's `rope_parameters` by which YaRN extends rotary embeddings to
+    `seq_len` positions. A warning shows these entries to the user.
 
     Args:
         angles: the model's present `rope_parameters`.
         max_positions: the model's `max_position_embeddings`.
-        seq_len: positions of a row.
+        seq_len: number of positions in a row.
     """
     original = angles.get(ORIGINAL_POSITIONS_KEY) or max_positions
     factor = math.ceil(2 * seq_len / original) / 2

@@ -30,11 +30,8 @@ def size_text(size: float) -> str:
 
 
 def share_text(part: float, total: float) -> str:
-    """Return a part and a total in bytes as text, such as "0.03 of 7.8 GiB" or "1.2 KiB of 7.8
-    GiB".
-
-    One unit is used if both numbers are readable in that unit.
-    """
+    """Return a part and a total in bytes as text, for example "0.03 of 7.8 GiB". If the part is too
+    small for the total's unit, each has its own unit: "1.2 KiB of 7.8 GiB"."""
     scale = next((scale for scale in UNITS.values() if total >= scale), 1)
     if scale == 1 or part < scale / 100:
         return f"{size_text(part)} of {size_text(total)}"
@@ -64,7 +61,7 @@ class SavedTensors:
 
 @dataclasses.dataclass(frozen=True)
 class HostTraffic:
-    """Memory traffic between device and host in one step.
+    """Memory traffic between device and host in one step, caused by offloading of saved tensors.
 
     Attributes:
         out: bytes moved to the host.
@@ -73,7 +70,7 @@ class HostTraffic:
         stalls: seconds that compute has waited for copies, over all steps since `patch`.
         left: number of tensors that stayed on the device because host memory was full, over all
             steps since `patch`.
-        choice: sentence about the saved tensors that were chosen for the host; None: the user named
+        choice: sentence about which saved tensors were chosen for the host; None: the user named
             them, or nothing was chosen yet.
     """
 
@@ -110,14 +107,16 @@ class StepMemory:
 
 @dataclasses.dataclass(frozen=True)
 class StepRecord:
-    """Record of the last micro-batch with gradients; `str()` is one sentence.
+    """Record of a patched model's last training step (a micro-batch with gradients); `str()` is one
+    sentence.
 
     Args:
         number: number of the micro-batch since `patch`, from 1.
         tokens: tokens over all rows.
         rows: rows of the batch.
-        way: "streamed" (chunk by chunk), "kept its graph" (one chunk, no recomputation), "ran
-            unpatched" or "ran whole" (no layer can be chunked; gradient checkpointing).
+        way: text on the computation of the layers. "streamed": chunk by chunk. "kept its graph": in
+            one chunk, and backward recomputed nothing. "ran unpatched": by the model's own forward.
+            "ran whole": no layer can be chunked, so all used gradient checkpointing.
         chunk_size: tokens of each row in one chunk.
         chunks: number of chunks.
         layers: number of the model's layers.
@@ -126,12 +125,13 @@ class StepRecord:
         memory: device memory of the step. The fields of `memory` can also be read from the record,
             for example `record.free`.
         host: traffic to and from host memory; None without offloading.
-        shared: record of the rows whose common prefixes were computed once; None: no prefix was
-            shared.
+        shared: sizes of the batch if common prefixes of its rows were computed once; None: no
+            prefix was shared.
         whole: pairs of a layer's name and the reason, for the layers that ran unchunked.
         split_by: the library that splits sequences over ranks; None: sequences are not split.
-        unpatched_steps: number of steps that ran unpatched.
-        short_steps: number of steps that freed saved tensors because memory was short.
+        unpatched_steps: number of steps since `patch` that ran unpatched.
+        short_steps: number of steps since `patch` that freed saved tensors because memory was
+            short.
     """
 
     number: int
@@ -153,9 +153,8 @@ class StepRecord:
 
     @property
     def needed(self) -> float | None:
-        """Return the predicted bytes of device memory for autograd graphs and logits, which a step
-        of the unpatched model needs between forward and backward. None unless this step ran
-        unpatched."""
+        """Return the device bytes that autograd graphs and logits were predicted to take between
+        forward and backward, if this step ran unpatched; None for other steps."""
         return self.memory.needed
 
     @property
@@ -270,10 +269,12 @@ class StepRecord:
         return {name: value for name, value in values.items() if value is not None}
 
     def saves(self) -> tuple[str, ...]:
-        """Return lines on what a step with saves="auto" and without offloading saved.
+        """Return lines for `streambp.describe` on what a step with saves="auto" saved for backward,
+        without offloading.
 
-        There is a line for each kind of tensor that layers saved for backward. The last line states
-        the free device memory, which limits further saved tensors.
+        Each kind of saved tensor has a line. The last line states how much device memory a step
+        without saved tensors leaves free, which limits the saved tensors. If nothing was saved, one
+        line has the reason.
         """
         if self.way == OUTCOME_UNPATCHED:
             return ("all activations and the logits, as the unpatched model does (auto)",)

@@ -25,8 +25,8 @@ TWO_SPLITS_ERROR = (
 
 
 def find_split(config: PreTrainedConfig, training: bool) -> SplitGroup | None:
-    """Return how another library splits each sequence over ranks at this moment; None if sequences
-    are not split.
+    """Return how another library (Ulysses or context parallelism) splits each sequence over ranks
+    now; None if sequences are not split.
 
     Args:
         config: the model's config.
@@ -48,11 +48,12 @@ def find_split(config: PreTrainedConfig, training: bool) -> SplitGroup | None:
 
 
 def refuse_lone_layer(layer_state: LayerState) -> None:
-    """Raise if a decoder layer is called outside of its backbone while sequences are split over
-    ranks. Only the backbone's arguments show which part of the sequence the layer gets.
+    """Raise if a decoder layer is called directly, and not by its backbone, while sequences are
+    split over ranks. The layer's own arguments do not show which part of the sequence they contain;
+    those of the backbone do.
 
     Args:
-        layer_state: the layer's record.
+        layer_state: the layer's state.
 
     Raises:
         UnsupportedModelError: sequences are split over ranks now.
@@ -102,9 +103,9 @@ def shards_of(
         tokens: input_ids [B, T] of `kwargs`, or inputs_embeds [B, T, h].
         config: the backbone's config.
         training: True if the backbone is in training mode.
-        layer_states: the records of the patched decoder layers. A layer with saved K and V, or with
-            saved attention outputs, may exchange fewer tensors between ranks in backward. All ranks
-            must therefore save these tensors in the same number of layers.
+        layer_states: states of the patched decoder layers. A layer that saves K and V, or attention
+            outputs, may exchange fewer tensors between ranks in backward. All ranks must therefore
+            save these tensors in the same number of layers.
 
     Raises:
         StreamBPError: ranks have different lengths, or save such tensors in different numbers of

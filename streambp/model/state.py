@@ -52,25 +52,28 @@ T = TypeVar("T")
 
 @dataclasses.dataclass
 class ForwardContext:
-    """State that the replaced forwards of one patched model share during one call of the model.
+    """State of one call of a patched model. All replaced forwards of the model share this object
+    during the call.
 
     Attributes:
-        bypass: True while layers run their own forward without chunks. The call returns a cache or
-            attention weights, or its memory suffices without chunks.
+        bypass: True while layers run their own forward without chunks, because the call returns a
+            cache or attention weights, or because its activations fit into memory.
         defer_norm: options of the output projection in this call, if the final norm is computed
-            together with the logits; None: the final norm runs in the model's forward as usual.
-        deferring: the replacement of the final norm's forward while installed.
+            later, together with the logits; None: the final norm runs in the model's forward as
+            usual.
+        deferring: the object that replaces the final norm's forward until the call ends; None: the
+            norm is not replaced.
         shards: the part of each sequence that this rank holds; None: sequences are not split.
-        packed_rows: the document boundaries of packed rows, if layers with recurrent states must
-            read these from position_ids; None otherwise.
+        packed_rows: the boundaries of packed documents in the rows, if layers with recurrent states
+            must read these from position_ids; None otherwise.
         position_ids: argument of the causal language model's call, stored because Mamba does not
             pass position_ids to its backbone.
         labels: pair of the arguments labels and shift_labels of the language model's call; None for
             an argument that was not passed.
         padding_unseen: function that returns True if no value at padding (hidden states, logits)
             reaches the caller; None: such values may reach the caller.
-        tree: the batch's rows as one packed row without padding, with shared prefixes only once;
-            None: rows are computed separately.
+        tree: the batch's rows as one packed row, without padding, and with common prefixes of rows
+            only once. None: rows are computed separately.
         failed: exceptions of layers in the test run that checks if rows can share prefixes; None:
             this is no test run.
         asked_cache: True if the forward would return a cache unpatched, by its arguments or the
@@ -78,8 +81,8 @@ class ForwardContext:
         names_cache: True if the caller of a training call passes `use_cache=True`; None: the
             backbone is called without a language model around it.
         is_recomputation: True during a second computation of the batch, with separate rows. The
-            first was one packed row, and code then read values at padding. [Note: padding that is
-            read]
+            first was one packed row without padding, and the program then read values at padding.
+            [Note: padding that is read]
     """
 
     bypass: bool = False
@@ -97,15 +100,16 @@ class ForwardContext:
     is_recomputation: bool = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ForwardContext:
-        """Return a new context, because no forward of the copied model runs. The planner copies the
-        model during a forward, and a copy of the batch would stay in device memory."""
+        """Return a new context, because no forward of the copied model is running. The planner
+        copies the model during a forward, and a copy of the batch's tensors would stay in device
+        memory."""
         return ForwardContext()
 
 
 @dataclasses.dataclass
 class CallHistory:
-    """Facts about all calls of a patched model so far, for `describe` and for warnings that appear
-    once.
+    """Facts about all calls of a patched model so far. Some facts are for `streambp.describe`, and
+    some prevent a second warning.
 
     Attributes:
         split: the split of sequences over ranks in the most recent call that had a split; None: no
@@ -116,8 +120,8 @@ class CallHistory:
             one document, although its position_ids restart.
         warned_of_trials: True after the warning that user hooks also ran when layers were tested on
             random tokens.
-        positions_known_to: tokens of a row up to which no warning is due that the row exceeds the
-            model's positions.
+        positions_known_to: number of tokens in a row up to which no warning about the model's
+            positions is due.
         unasked_cache: True if a call with gradients ran unpatched because the model's config
             returns a cache.
         given_cache: True if a training call received a cache, and ran unpatched.
@@ -140,23 +144,24 @@ class PatchState:
 
     Attributes:
         config: the user's settings.
-        owner: lock of the model, and its current use by a thread. [Note: owner of a step]
-        witnesses: comparisons of backward's recomputations with forward. [Note: witness]
+        owner: lock by which one thread at a time computes with the model. [Note: owner of a step]
+        witnesses: checks that backward's recomputation of a layer gives the same numbers as its
+            forward. [Note: witness]
         home: weak reference to the module that was passed to `patch` and holds this state.
-        left_alone: parts of the model that are not patched, with reasons.
+        left_alone: names of parts of the model that are not patched, with reasons.
         fused: record of the kernels of Liger, or of torch's compiler, that `patch` set on the
             model's modules.
-        running: state of the running forward.
-        pending: gradients that the loss computed in forward, until backward.
+        running: state of the call that is running now.
+        pending: gradients that the loss computed in forward, until backward returns them.
         offloader: moves saved tensors to host memory; None without offloading.
-        steps: notes on the last micro-batch with gradients, and the records of decoder layers.
+        steps: notes on the last micro-batch with gradients, and the state of each decoder layer.
         saves_policy: decides chunk_size="auto", saves="auto" and offload="auto", and its str() is
             the rule for chunks. None: no setting is decided by the free memory.
         weights: manager of the layers' weights on the host; None: the weights are on the device.
         unpatched: decides which micro-batches run unpatched, without chunks, because memory
             suffices. None: every micro-batch runs in chunks. [Note: micro-batches as unpatched]
         wrappers: all replaced forwards that `unpatch` restores, in the order of their installation.
-        history: facts about the calls so far.
+        history: facts about the calls so far, for reports and for warnings that appear once.
         shares_through_cache: True if layers of the unpatched model share keys and values through
             its cache, so that the model computes something else without a cache.
     """
@@ -186,17 +191,17 @@ class PatchState:
 
     @property
     def host(self) -> HostChoice | None:
-        """Return the object that decides in each micro-batch if saved tensors move to the host;
-        None if the settings decide."""
+        """Return the object that decides in each micro-batch if saved tensors move to host memory.
+        Return None if the settings alone decide."""
         if self.saves_policy is None:
             return None
         return self.saves_policy.host
 
     def enter(self, wrapper: InstanceForward) -> None:
-        """Add an object that replaces a module's forward to `wrappers`. If the module is a decoder
-        layer, add the object's `LayerState` to `steps` and `weights` as well.
+        """Register an object that replaces a module's forward: add the object to `wrappers`. If the
+        module is a decoder layer, add the layer's state to `steps` and `weights` too.
 
-        Called when the object is installed, or after a module with the object was copied.
+        Called when the object is installed, and for a copy of the object if the module is copied.
         """
         self.wrappers.enter(wrapper, operator.attrgetter("order"))
         self.home.enter(wrapper.module)
@@ -275,8 +280,8 @@ class PatchState:
 
 
 def has_cache(kwargs: Mapping[str, Any]) -> bool:
-    """True if a call's keyword arguments contain a cache, or initial states of a recurrence. Such a
-    call runs unpatched."""
+    """True if a call's keyword arguments contain a KV cache, or initial states of a recurrence. A
+    patched model runs such a call unpatched."""
     for name, value in kwargs.items():
         if value is None:
             continue
@@ -331,8 +336,8 @@ def wants_cache(config: PreTrainedConfig, kwargs: Mapping[str, Any]) -> bool:
 def finds_other_documents(
     kwargs: Mapping[str, Any], implementation: str | None, cached: bool
 ) -> bool:
-    """True if patched layers split a row into packed documents, and the unpatched model attends
-    over the whole row instead. The micro-batch then must not run unpatched, because its results
+    """True if patched layers would treat a row as several packed documents, and the unpatched model
+    would treat the row as one. The micro-batch then must not run unpatched, because its results
     would differ. Documents are marked by position_ids, or by FlashAttention's argument
     cu_seq_lens_q.
 
@@ -360,11 +365,11 @@ def finds_other_documents(
 
 
 def warn_of_documents(layer_states: list[LayerState], unseen: bool, states: bool) -> bool:
-    """Warn that patched layers split rows into packed documents where the unpatched model would
+    """Warn if patched layers separate packed documents of a row where the unpatched model would
     not. Return True if a warning was issued.
 
     Args:
-        layer_states: the records of the decoder layers.
+        layer_states: states of the decoder layers.
         unseen: True if the unpatched model's attention treats each row as one document, because the
             call makes a cache.
         states: True if the unpatched recurrences and convolutions continue from one document to the
@@ -400,11 +405,12 @@ def warn_of_documents(layer_states: list[LayerState], unseen: bool, states: bool
 
 
 def warn_of_trials(layer_states: list[LayerState]) -> bool:
-    """Warn about user hooks inside of layers. The first call tests each layer on random tokens, and
-    these hooks ran in the tests as well. Return True if a warning was issued.
+    """Warn if user hooks inside of layers ran on other tokens than those of the batch. The first
+    call tests each layer on random tokens, and hooks run in these tests as well. Return True if a
+    warning was issued.
 
     Args:
-        layer_states: the records of the decoder layers.
+        layer_states: states of the decoder layers.
     """
     names_by_hook: dict[str, list[str]] = {}
     for layer_state in layer_states:

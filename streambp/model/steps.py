@@ -46,22 +46,23 @@ Shape = tuple[int, int]
 
 @dataclasses.dataclass
 class Step:
-    """Notes on one micro-batch with gradients, from which its record is made.
+    """Notes on one step: a micro-batch with gradients. `last_step` makes a `StepRecord` from the
+    notes.
 
     Attributes:
         number: number of the micro-batch since `patch`, from 1.
         unpatched: True if the unpatched forward ran, without chunks.
         shapes: shape (B, T) of the tokens of each backbone, by the backbone's id().
         reports: report on each decoder layer's call; [] if the unpatched forward ran.
-        choice: the tensors to save, or the run of the unpatched forward, that was chosen for the
-            micro-batch; None if nothing was chosen.
+        choice: the choice of saves="auto" for the micro-batch: tensors to save, or a run of the
+            unpatched forward. None if nothing was chosen.
         shared: sizes of the batch if common prefixes of its rows were computed once; None: no
             prefix was shared.
         moved_bytes: bytes copied since the previous step, by direction: `TO_HOST_QUEUE` or
             `FROM_HOST_QUEUE`.
         in_backward: True once backward has begun.
         over: True once backward has ended or the next step has begun.
-        ooms: number of out-of-memory errors that each device's allocator had counted before
+        ooms: number of out-of-memory errors by device, as the device's allocator had counted before
             backward used the device.
     """
 
@@ -90,19 +91,20 @@ class Step:
 
 class Steps:
     """Notes on the steps of one patched model. A step is a micro-batch with gradients.
+    `streambp.last_step`, `describe` and the log read these notes.
 
     Args:
         offloader: moves saved tensors to the host; None without offloading.
 
     Attributes:
-        layer_states: the records of the model's decoder layers.
+        layer_states: states of the model's decoder layers.
         tell: builds the record of the last step for the log; None: nothing is logged.
         name: the model's name in the log.
         last: notes on the last step; None before the first step.
         unpatched: number of steps that ran unpatched.
         short: number of steps that freed saved tensors before backward used them.
-        bypasses_backbone: True if a layer's backward began before any step, because another module
-            than the backbone calls the layers.
+        bypasses_backbone: True if a layer's backward began before any step was noted, because
+            another module than the backbone calls the layers.
     """
 
     def __init__(self, offloader: OffloadManager | None = None) -> None:
@@ -145,10 +147,12 @@ class Steps:
         shared: PackedRowSizes | None,
         unpatched: bool = False,
     ) -> None:
-        """Record the end of a backbone's forward with gradients.
+        """Note that a backbone's forward with gradients has ended. A forward after the start of
+        backward, or a second forward of the same backbone, begins a new step. Forwards of several
+        backbones, for example of a vision tower, belong to one step.
 
         Args:
-            backbone: id() of the backbone; a step has one forward of each backbone.
+            backbone: id() of the backbone.
             tokens: input_ids [B, T], or inputs_embeds [B, T, h].
             shared: sizes of the batch if common prefixes of its rows were computed once; None: no
                 prefix was shared.
@@ -174,12 +178,11 @@ class Steps:
         self.last = Step(number, unpatched, shapes, reports, self._choice(), shared)
 
     def forget_since(self, last: Step | None) -> None:
-        """Remove the notes on an unpatched forward whose result is not used, because the batch is
-        computed again in chunks.
+        """Remove the notes on an unpatched forward whose result is discarded. The batch is then
+        computed again in chunks, and noted again.
 
         Args:
-            last: notes on the step before that forward, stored in `self.last` again; None: there
-                was no step before.
+            last: value of the attribute `last` before that forward.
         """
         self.last = last
 
@@ -190,11 +193,12 @@ class Steps:
         return None if chooser is None else chooser.latest
 
     def hook_backward(self, output: Any) -> None:
-        """Register a tensor hook that records the start of backward, for a forward that ran
-        unpatched.
+        """Register a tensor hook that notes the start of backward, on the output of a forward that
+        ran unpatched. Layers that run in chunks note the start themselves.
 
-        The hook is on the loss if the output has a loss, and otherwise on the first tensor of the
-        output that requires a gradient.
+        Args:
+            output: the model's output. The hook is on its first tensor that requires a gradient:
+                the loss, if there is one.
         """
 
         @unserializable_hook
@@ -214,9 +218,9 @@ class Steps:
                 return
 
     def last_decided_step(self) -> Step | None:
-        """Return the notes on the last step, or None before the first step. If an unpatched step is
-        still in progress, its `choice` is updated first, because forward may end before the choice
-        is stored."""
+        """Return the notes on the last step; None before the first step. Bring `choice` in the
+        notes up to date for an unpatched step in progress, because its forward may end before the
+        choice is stored."""
         step = self.last
         # forward may end before the choice
         if step is not None and step.unpatched and not step.over:
@@ -240,10 +244,11 @@ class Steps:
             Variable._execution_engine.queue_callback(_BackwardEndCallback(self, step))  # type: ignore[attr-defined]
 
     def settle(self) -> None:
-        """Mark the last step as ended. Count the step in `unpatched` if the step ran unpatched, and
-        in `short` if the step freed saved tensors early. Log a line if the step ran in a way that
-        was not logged before. Called when the step's backward ends, or else when the next step
-        begins."""
+        """End the last step: mark the step as over, and update the counts of steps. Log a line if
+        the step was computed in a way that was not logged before.
+
+        Called when the step's backward ends, or otherwise when the next step begins.
+        """
         step = self.last
         if step is None or step.over:
             return
@@ -287,10 +292,11 @@ class Steps:
 
 
 class _BackwardEndCallback:
-    """Callback by which autograd's engine marks a step as ended, at the end of the step's backward.
+    """Callback of autograd's engine that ends the notes on a step when the step's backward ends.
 
-    If backward fails, the engine frees the callback without a call. The callback's finalizer then
-    warns with advice on memory, if memory ran out and the error itself has no advice.
+    If backward raises, the engine frees the callback without calling it, which is detected here by
+    `__del__`. If memory ran out and the error itself has no advice on memory, a warning gives the
+    advice.
     """
 
     ended = True  # until __init__ has run, for __del__

@@ -49,7 +49,8 @@ class StreamCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
 
     @classmethod
     def add_to(cls, trainer: Any) -> None:
-        """Put a `StreamCallback` first among a Trainer's callbacks, before those that report logs.
+        """Make a `StreamCallback` the first of a Trainer's callbacks. Callbacks that report the
+        logs come later, so their reports include its numbers.
 
         An existing `StreamCallback` is moved; otherwise a new one is added.
         """
@@ -148,8 +149,12 @@ def _last_step(model: Any) -> StepRecord | None:
 
 def _counts(record: StepRecord | None) -> tuple[float, float, float, float]:
     """Return four totals since `patch`: all steps, unpatched steps, steps that freed saved tensors
-    early, and the seconds for which compute waited for copies. Return zeros if the record is None.
-    `on_log` logs the growth of these numbers since the previous log."""
+    early, and seconds for which compute waited for copies. The log entries are differences of two
+    such results.
+
+    Args:
+        record: record of the last step; None: all totals are 0.
+    """
     if record is None:
         return 0.0, 0.0, 0.0, 0.0
     stalls = 0.0 if record.host is None else record.host.stalls

@@ -88,14 +88,15 @@ T = TypeVar("T")
 
 
 class LayerRecomputationError(Exception):
-    """Raised if a user's checkpoint surrounds a single layer of a model that runs unpatched: the
-    recomputation in backward would call the layer alone. The micro-batch is then computed chunk by
-    chunk."""
+    """Raised inside of an unpatched forward if a user's checkpoint surrounds a single layer. The
+    checkpoint would call the layer again in backward, and this call would run in chunks. The error
+    is caught, and the micro-batch is computed chunk by chunk."""
 
 
 class UnpatchedRuns:
-    """Decides for each micro-batch of a patched model if it runs through the unpatched model's
-    forward, without chunks and recomputation. [Note: micro-batches as unpatched]
+    """Decides for each micro-batch of a patched model if the model's own forward computes it,
+    without chunks and recomputation. This is fastest if all activations fit into memory. [Note:
+    micro-batches as unpatched]
 
     Args:
         config: the user's settings.
@@ -103,9 +104,9 @@ class UnpatchedRuns:
         steps: notes on the model's steps, and the state of each decoder layer (`LayerState`).
 
     Attributes:
-        max_tokens: limit on the tokens of a micro-batch over all rows, lowered after a run that
-            needed too much memory.
-        factor: forward's measured memory divided by the predicted memory; multiplies later
+        max_tokens: micro-batches with more tokens, over all rows, run in chunks. Lowered after a
+            run that needed too much memory.
+        factor: measured memory of a forward divided by the predicted memory; multiplies later
             predictions.
         within: True while an unpatched forward runs.
         drew: True if a forward without gradients has drawn random numbers; no micro-batch runs
@@ -136,15 +137,15 @@ class UnpatchedRuns:
         config: PreTrainedConfig,
         packs: Callable[[], bool],
     ) -> T | None:
-        """Call `run` and return its result, if the memory that the micro-batch's graph needs is
-        free, and a fifth of the free memory remains. Return None if the micro-batch must be
-        computed chunk by chunk.
+        """Compute a micro-batch by the model's own forward, and return its output. Return None if
+        the micro-batch must be computed chunk by chunk. Reasons are a graph of more than four
+        fifths of the free memory, lack of memory in the run, and results that could differ.
 
         Args:
-            run: the unpatched model's forward.
+            run: calls the unpatched model's forward.
             kwargs: arguments of the model's call in training.
             config: config of the text model.
-            packs: function that returns True if the patched call would compute rows with common
+            packs: function that returns True if the patched model would compute rows with common
                 prefixes as one packed row. Called last, because the function reads the batch.
         """
         if kwargs.get("input_ids") is not None:
@@ -206,14 +207,15 @@ class UnpatchedRuns:
         return result
 
     def watch_draws(self, run: Callable[[], T], device: torch.device) -> T:
-        """Call `run` and return its result. Record in `drew` if `run` drew random numbers.
+        """Run a forward without gradients, and return its result. Record in `drew` if it drew
+        random numbers (dropout).
 
-        No later micro-batch then runs unpatched. The program may be GradCache, which runs a batch
-        without gradients first, and again with gradients. Both runs must draw the same dropout
-        masks, but torch's own attention draws other masks than attention in chunks.
+        If so, no later micro-batch runs unpatched. The program may be GradCache, which computes a
+        batch without gradients first, and then again with gradients and the same dropout masks. The
+        model's own forward would draw other masks than the forward in chunks.
 
         Args:
-            run: a forward in chunks and without gradients.
+            run: calls the forward, which is computed in chunks.
             device: device of the forward.
         """
         if self.drew:
@@ -222,12 +224,13 @@ class UnpatchedRuns:
         return result
 
     def enter_layer(self) -> None:
-        """Check the call of a layer during an unpatched forward. Called at the start of each layer.
+        """Check that a layer is not inside of a user's checkpoint. Each layer calls this method at
+        the start of its forward, while the model runs unpatched.
 
         Raises:
-            LayerRecomputationError: a user's checkpoint surrounds the layer, so that grad mode is
-                off or saved_tensors_hooks are active. The checkpoint's recomputation would run
-                chunk by chunk.
+            LayerRecomputationError: grad mode is off or saved_tensors_hooks are active, so a
+                checkpoint surrounds the layer. The checkpoint's recomputation would run chunk by
+                chunk.
         """
         if (
             not torch.is_grad_enabled()
@@ -238,8 +241,8 @@ class UnpatchedRuns:
     def predict_memory(
         self, tokens: int, length: int, device: torch.device, config: PreTrainedConfig
     ) -> UnpatchedChoice | None:
-        """Return the predicted memory of an unpatched micro-batch; None if it is unknown, or if the
-        model has several backbones.
+        """Return the predicted bytes that a micro-batch saves for backward if it runs unpatched,
+        and the free bytes. Return None if they are unknown, or if the model has several backbones.
 
         Args:
             tokens: number of tokens over all rows.
@@ -256,9 +259,9 @@ class UnpatchedRuns:
         )
 
     def _can_run(self, inputs: Tensor, config: PreTrainedConfig) -> bool:
-        """True if the micro-batch may run unpatched, provided that the memory suffices. The memory
-        is checked afterwards. False, for example, before the first call in chunks, and if the
-        unpatched forward would give other numbers than the chunks.
+        """True if a micro-batch may run unpatched, provided that the memory suffices. False, for
+        example, before the first call in chunks, and if the unpatched forward would give other
+        numbers than the chunks.
 
         Args:
             inputs: input_ids [B, T] or inputs_embeds [B, T, h].
@@ -327,11 +330,10 @@ def unpatched_saved_bytes(
 
 
 def is_plain(layer_state: LayerState) -> bool:
-    """True if the unpatched forward of a layer gives the same numbers as its chunked forward, and
-    the layer's own code does not build attention scores [T, T].
+    """True if a layer's own forward gives the same numbers as its forward in chunks, and does not
+    build attention scores [T, T]. Only if all layers are plain may a micro-batch run unpatched.
 
-    A micro-batch runs unpatched only if this is True for all layers. False for a layer with hooks
-    of an engine (DeepSpeed, FSDP) inside.
+    False for a layer with hooks of an engine (DeepSpeed, FSDP) inside.
     """
     if (
         layer_state.last_call.report.reason is not None

@@ -39,27 +39,26 @@ HEAD_CALL_ATTRIBUTES = (
 
 
 def warm_up(model: nn.Module, **inputs: Any) -> None:
-    """Run a patched model once on these inputs, so that all tests of its layers are done before
-    hooks are set.
+    """Run a patched model once on these inputs, so that the tests of its layers are done before you
+    register hooks.
 
-    The first call of each kind (training or evaluation, dtype, arguments) runs layers on a few
+    The first call of each kind (training or evaluation, dtype, arguments) tests the layers on a few
     random tokens, with backward. Hooks that accumulate values (calibration statistics, K-FAC,
-    influence functions) would include these tokens. After `warm_up` no such test runs with hooks
-    that are added later and only observe: such hooks receive only the batches' tokens and
-    gradients. The first step also becomes faster, because planning, tests, compilation of kernels
-    and pinning of host memory are done.
+    influence functions) would include these tokens. Hooks that you register after `warm_up`, and
+    that only observe, get the batches' tokens and gradients alone. The first step also becomes
+    faster, because planning, tests, compilation of kernels and pinning of host memory are done.
 
-    Afterwards gradients, buffers, Python state of modules and hooks, the record of the last step
-    and random generators are as before. A hook that is added later and changes its inputs, or
-    stores them with their graph, ends its first step with an error. The error names the hook, and
-    the step can be repeated. Set such hooks before `warm_up`.
+    `warm_up` restores gradients, buffers, Python state of modules and hooks, the record of the last
+    step and random generators. Hooks that change their inputs, or store inputs with the graph, must
+    be registered before `warm_up`. Otherwise the first step ends with an error that names the hook,
+    and can be repeated.
 
     Args:
         model: the module that was passed to `patch`, or a module around it or inside. Call
             `warm_up` in the training mode and under the autocast of the calls to come, and for
             evaluation under `torch.no_grad()`; once for each kind of call.
-        inputs: arguments of the model's forward, such as input_ids [B, T] and labels [B, T], as
-            large as a usual batch.
+        inputs: arguments of the model's forward (input_ids [B, T] and labels [B, T], for example)
+            of the usual size.
 
     Raises:
         StreamBPError: the model is not patched, or an engine (DDP, DeepSpeed, FSDP) already holds
@@ -117,8 +116,9 @@ def warm_up(model: nn.Module, **inputs: Any) -> None:
 
 
 def _earlier_warm_up(layers: list[LayerForward]) -> WarmUp:
-    """Return the `WarmUp` state that an earlier `warm_up` has stored for these layers. Return a new
-    state if there is none, or if a hook that was added later has modified a value of a layer."""
+    """Return the `WarmUp` object that an earlier call of `warm_up` has stored for these layers.
+    Return a new object if there is none, or if the stored object was switched off because a later
+    hook has modified a value of a layer."""
     for wrapper in layers:
         warm_up_record = wrapper.layer_state.tests.warm_up
         if warm_up_record is not None and warm_up_record.on:
@@ -127,8 +127,9 @@ def _earlier_warm_up(layers: list[LayerForward]) -> WarmUp:
 
 
 def _scalar_of_output(output: Any) -> Tensor | None:
-    """Return a scalar that `warm_up` differentiates: the output's loss, or else a value computed
-    from its logits [B, T, V] or from its other tensors. None if no tensor requires a gradient."""
+    """Return a scalar for `warm_up` to differentiate: the output's loss, or else a value computed
+    from its logits [B, T, V] or from its other tensors. None if no tensor of the output requires a
+    gradient."""
     fields = output if isinstance(output, Mapping) else {"": output}
     values = [
         x

@@ -125,10 +125,10 @@ class LayerForward(InstanceForward):
 
     def meet_engine(self) -> None:
         """Register a forward pre-hook that makes the layer's input require a gradient, if DeepSpeed
-        is imported. Otherwise DeepSpeed's backward hook would reduce the layer's gradients too
-        early. A layer gets the hook once.
+        is imported and the layer has no such hook. DeepSpeed would otherwise reduce the layer's
+        gradients over ranks too early.
 
-        The hook would only slow calls down if DeepSpeed is absent.
+        The hook is not registered if DeepSpeed is absent, because it would only slow calls down.
         """
         if self.leaf is None and ENGINE_PACKAGES[0] in sys.modules:
             self.leaf = self.module.register_forward_pre_hook(
@@ -176,12 +176,13 @@ class LayerForward(InstanceForward):
     def _call_in_trial(
         self, failed: list[Exception], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Call the layer in the test run that checks if rows can share prefixes. If the layer
-        raises, the exception is appended to `failed`.
+        """Call the layer during a test run of the model, and return its output. The test run
+        computes the batch as one packed row, with common prefixes of rows only once, to check if
+        packing is possible.
 
-        The test compares the batch's separate rows with one packed row, in which common prefixes
-        appear once. After an exception every layer returns its input. Each rank still enters every
-        layer, because other ranks wait there for gathered weights.
+        An exception of a layer is appended to `failed` and not raised. After an exception every
+        layer returns its input. The ranks of an engine thus all enter every layer, where they wait
+        for each other to gather weights.
 
         Args:
             failed: exceptions of all layers in this test run so far.
@@ -283,8 +284,8 @@ class BackboneForward(InstanceForward):
             self.prefixes = SharedPrefixes(module, state.config.rows)
 
     def install(self) -> None:
-        """Replace the backbone's forward, and make nn.DataParallel's copies of the backbone
-        raise."""
+        """Replace the backbone's forward. Also set a method that raises if nn.DataParallel copies
+        the backbone to another device."""
         super().install()
         setattr(self.module, REPLICATE, refuse_replicas)
 
@@ -367,8 +368,8 @@ class BackboneForward(InstanceForward):
                     raise
 
     def _end_call(self, previous: tuple[Any, Any, Any]) -> None:
-        """Restore what a call has set in the patch's state. The caller calls this method again
-        after an interrupt (Ctrl-C) within it.
+        """Reset what a call has set in the state that the replaced forwards share. Can be called
+        again if it was interrupted (Ctrl-C).
 
         Args:
             previous: `bypass`, `shards` and `packed_rows` as they were before the call.
@@ -383,8 +384,9 @@ class BackboneForward(InstanceForward):
             self.state.saves_policy.end_forward()
 
     def _note(self, tokens: Any) -> None:
-        """Record, for `describe`, a call that was computed chunk by chunk. Warn, once each, if the
-        unpatched model would ignore packed documents, and if user hooks ran in tests of layers.
+        """Note that a call was computed chunk by chunk, for `streambp.describe`. Also issue two
+        warnings, once each: if the unpatched model would not separate packed documents, and if user
+        hooks ran in tests of layers.
 
         Args:
             tokens: input_ids [B, T], inputs_embeds [B, T, h], or a tower's output [B, T, h].
@@ -406,10 +408,12 @@ class BackboneForward(InstanceForward):
             state.history.warned_of_trials = warn_of_trials(self._layer_states)
 
     def _meet_engines_on_the_host(self, offloader: OffloadManager) -> None:
-        """Set how much host memory the offloader must leave to a DeepSpeed engine and to weights on
-        the host.
+        """Tell the offloader how much host memory others need: a DeepSpeed engine with offloading,
+        and weights that are stored on the host. Do nothing once the offloader has allocated host
+        memory. Called in each forward, because engines exist only after `patch`.
 
-        Engines exist by the first forward, before the offloader determines its budget.
+        Args:
+            offloader: moves saved tensors to host memory.
         """
         state = self.state
         if state.root is not None and not offloader.host_bytes:
@@ -420,9 +424,10 @@ class BackboneForward(InstanceForward):
                 offloader.other_use.gradient_bytes = weights.host_bytes[1]
 
     def _run_unpatched(self, kwargs: dict[str, Any]) -> Any:
-        """Run the model's own forward unpatched, and return its output. Return None outside of
-        training, and if this micro-batch must be computed chunk by chunk. [Note: micro-batches as
-        unpatched]"""
+        """Compute a training micro-batch by the model's own forward, without chunks, and return the
+        output. This is faster, and possible if all activations fit into memory. Return None if the
+        micro-batch must be computed chunk by chunk, and outside of training. [Note: micro-batches
+        as unpatched]"""
         if not (self.module.training and torch.is_grad_enabled()):
             return None
 
@@ -437,9 +442,13 @@ class BackboneForward(InstanceForward):
         return self.state.run_unpatched(run, kwargs, config, self.state.running.padding_unseen)
 
     def _run_watching_draws(self, kwargs: dict[str, Any]) -> Any:
-        """Return the output of a forward without gradients, and record if the forward drew random
-        numbers. GradCache runs such a forward first, and then a forward of the same batch with
-        gradients, which must draw the same numbers."""
+        """Run a forward without gradients, and return its output. Record if the forward drew random
+        numbers (dropout).
+
+        GradCache runs such a forward first, and then one of the same batch with gradients, which
+        must draw the same numbers. Later steps therefore must not change the way in which layers
+        are computed.
+        """
         state = self.state
         device: torch.device = self.module.device  # type: ignore[assignment]
         run = functools.partial(self._run, kwargs)
@@ -449,13 +458,13 @@ class BackboneForward(InstanceForward):
         return run()
 
     def packs(self, kwargs: Mapping[str, Any], padding_unseen: PaddingCheck) -> bool:
-        """True if this call would be computed as one packed row without padding, in which common
-        prefixes of rows appear once. Such a micro-batch does not run unpatched.
+        """True if the patched model would compute this batch as one packed row: without padding,
+        and with common prefixes of rows only once. The micro-batch then does not run unpatched.
 
         Args:
             kwargs: arguments of the backbone's forward.
-            padding_unseen: returns True if no value at padding reaches the caller; None: such
-                values may reach the caller.
+            padding_unseen: function that returns True if no value at padding reaches the caller;
+                None: such values may reach the caller.
         """
         labels = self.state.running.labels
         return self.prefixes is not None and self.prefixes.saves(
@@ -537,14 +546,14 @@ class BackboneForward(InstanceForward):
                 ) from error
 
     def _call_again(self, kwargs: dict[str, Any], request: HeadRequest) -> Any:
-        """Compute a call a second time, with separate rows, and return its output for code that
-        reads values at padding. The first run had one packed row without padding. [Note: padding
-        that is read]
+        """Compute a batch a second time, as separate rows with padding, and return the output. The
+        first run had one packed row without padding, and the program has now read values at
+        padding. [Note: padding that is read]
 
         Args:
             kwargs: arguments of the call.
-            request: options and results of the output projection (`HeadRequest`), which also
-                computes the final norm.
+            request: options of the output projection in this call, which also computes the final
+                norm.
         """
         context = self.state.running
         previous = context.defer_norm, context.is_recomputation
@@ -556,13 +565,16 @@ class BackboneForward(InstanceForward):
             context.defer_norm, context.is_recomputation = previous
 
     def _streams(self, kwargs: dict[str, Any]) -> bool:
-        """True if this call is computed chunk by chunk: no cache is passed, and neither a cache nor
-        attention weights are returned.
+        """True if a call is computed chunk by chunk. False if it must run unpatched: a cache is
+        passed, or the call returns a cache or attention weights.
 
         A caller that passes `use_cache=True` gets a cache. If a caller does not pass `use_cache`,
         the model's config decides in evaluation. Training mode ignores the config, because most
-        programs never read the cache of a step. This also holds without gradients: GradCache runs
-        a batch without gradients first, and must draw the same dropout masks again with gradients.
+        programs never read the cache of a step. This also holds without gradients: GradCache runs a
+        batch without gradients first, and must draw the same dropout masks again with gradients.
+
+        Args:
+            kwargs: arguments of the backbone's forward.
         """
         if has_cache(kwargs):
             self.state.history.given_cache |= torch.is_grad_enabled() and self.module.training
@@ -590,17 +602,20 @@ class BackboneForward(InstanceForward):
         return not use_cache
 
     def _leaves_a_cache_out(self) -> bool:
-        """True if the current call is in training and returns no cache, although the unpatched
-        model would return one. The output then gets an `AbsentCache` placeholder. Called only for
-        calls that request a cache."""
+        """True if the unpatched model would return a cache for this call, and the patched model
+        does not, because the model is in training. The output then gets an `AbsentCache`
+        placeholder.
+
+        Called only for calls that request a cache, by argument or by the model's config.
+        """
         if not self.module.training or self._makes_no_cache:
             return False
         return not (getattr(self.module, CHECKPOINTING_ATTRIBUTES[0], False) or self.checkpointed)
 
     @functools.cached_property
     def _makes_no_cache(self) -> bool:
-        """True if the backbone's own forward makes a cache for a decoder alone, and its config says
-        that it is an encoder."""
+        """True if this backbone never makes a cache: its class can be an encoder or a decoder, only
+        decoders make caches, and the config says that it is an encoder."""
         if getattr(self.module.config, "is_decoder", False):
             return False
         for function in wrapped_functions(type(self.module).forward):
@@ -611,15 +626,15 @@ class BackboneForward(InstanceForward):
 
     @functools.cached_property
     def _has_outer_defaults(self) -> bool:
-        """True if a model around this backbone sets arguments that its caller left out, such as
-        `use_cache`, to the values in its config. `use_cache=True` then does not show that the
-        caller wants a cache."""
+        """True if a model around this backbone replaces missing arguments, such as `use_cache`, by
+        the values in its config. The backbone then cannot see if the caller has passed
+        `use_cache=True`."""
         root = self.state.root
         return root is not None and any(map(fills_in_defaults, models_around(self.module, root)))
 
     def remove_from_attributes(self, attributes: dict[str, Any]) -> None:
-        """Remove the replaced forward, and the refusal of nn.DataParallel's copies, from the
-        attributes of a copy of the backbone.
+        """Remove the changes of this object from a copy of the backbone: the replaced forward, and
+        the method that makes nn.DataParallel raise.
 
         Args:
             attributes: the copy's `__dict__`.
@@ -628,16 +643,17 @@ class BackboneForward(InstanceForward):
         attributes.pop(REPLICATE, None)
 
     def remove(self) -> None:
-        """Restore the backbone's forward, allow nn.DataParallel's copies, and restore gradient
-        checkpointing where a call disabled it."""
+        """Restore the backbone's forward and its handling by nn.DataParallel. Turn gradient
+        checkpointing of layers on again where a call has turned it off."""
         super().remove()
         self.module.__dict__.pop(REPLICATE, None)
         for layer in self.checkpointed:
             layer.gradient_checkpointing = True  # type: ignore[assignment]
 
     def _check(self, kwargs: dict[str, Any], tokens: Any) -> None:
-        """Raise StreamBPError if the call cannot be computed chunk by chunk. Warn of rows beyond
-        the model's positions.
+        """Raise StreamBPError if the call cannot be computed chunk by chunk: without tokens, under
+        TRL's activation offloading, or with another library's attention. Warn if rows are longer
+        than the model's position embeddings were made for.
 
         Args:
             kwargs: arguments of the backbone's forward.
@@ -664,8 +680,8 @@ class BackboneForward(InstanceForward):
         refuse_foreign_attention(self.attentions)
 
     def _warn_beyond_positions(self, kwargs: dict[str, Any], tokens: Tensor) -> int:
-        """Warn of rows beyond the model's positions. Return the number of tokens up to which
-        later calls need no test.
+        """Warn if rows are longer than the model's position embeddings were made for. Return the
+        number of tokens up to which later calls need no such check.
 
         Args:
             kwargs: arguments of the backbone's forward.
@@ -681,9 +697,9 @@ class BackboneForward(InstanceForward):
         return warn_beyond_positions(config, text, tokens, positions)
 
     def _packed_rows(self, kwargs: dict[str, Any], tokens: Any) -> PackedRows | None:
-        """Return the packed documents of the call's rows, if layers with recurrent states must read
-        the documents from position_ids. None if other arguments mark the documents, or if each row
-        is one document.
+        """Return the packed documents of each row, if layers with recurrent states must read the
+        documents from position_ids. Return None if other arguments mark the documents, or if each
+        row is one document.
 
         Args:
             kwargs: arguments of the backbone's forward.
@@ -715,8 +731,9 @@ class BackboneForward(InstanceForward):
 
 
 def _tokens_of_call(tokens: Any, output: Any) -> Any:
-    """Return the tokens of a backbone's call, for `describe`. A tower gets no tokens; its last
-    hidden states [B, T, h] are returned, or None if they have no batch dimension.
+    """Return tensors from whose shape `describe` takes the batch size and the number of tokens.
+    This is `tokens`, or for a vision or audio tower, which gets no tokens, its last hidden states
+    [B, T, h]. None if these have no batch dimension.
 
     Args:
         tokens: input_ids [B, T] or inputs_embeds [B, T, h]; None for a tower.
