@@ -36,8 +36,8 @@ HAS_ADDMM_DTYPE = hasattr(decompositions, "addmm_dtype")  # true in torch 2.12 a
 
 
 def add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
-    """Add the matrix product left @ right to `total` in place, without autograd. If both matrices
-    are in half precision, the product is computed and added in float32, and never rounded to half
+    """Add the matrix product left @ right to `total` in place, without autograd. The product of
+    matrices in half precision is computed and added in float32, and never rounded to half
     precision.
 
     Args:

@@ -31,7 +31,7 @@ def amount_parser(
 
     Args:
         parse_number: function of (field name, text) that returns the number, or raises ConfigError.
-            The field name, which is for the error's message, is "" here.
+            The field name is for the error's message; this function passes "".
         longest: True if the text "max" is accepted too, and returned as text.
     """
 

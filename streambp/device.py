@@ -247,8 +247,8 @@ def matmul_dtype(device: str) -> torch.dtype | None:
 
 
 def without_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
-    """Return a context manager that disables autocast for a device type such as "cuda", if autocast
-    is on."""
+    """Return a context manager that disables autocast for a device type such as "cuda". The context
+    manager does nothing if autocast is off."""
     if autocast_dtype(device) is None:
         return contextlib.nullcontext()
     return torch.autocast(device, enabled=False)

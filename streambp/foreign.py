@@ -152,14 +152,14 @@ def home_of(function: Any) -> str:
 
 
 def package_of(function: Any) -> str:
-    """Return the top-level package that defines a callable, such as "peft". A partial counts as its
-    function."""
+    """Return the top-level package that defines a callable, such as "peft". A functools.partial has
+    the package of the function inside."""
     return home_of(_unwrap_partials(function)).partition(".")[0]
 
 
 def full_name(function: Any) -> str:
-    """Return a callable's qualified name with its module, for messages. A partial counts as its
-    function."""
+    """Return a callable's qualified name with its module, for messages. A functools.partial has the
+    name of the function inside."""
     function = _unwrap_partials(function)
     return f"{home_of(function)}.{name_of(function)}"
 

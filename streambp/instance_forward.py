@@ -161,10 +161,10 @@ class UnboundForward:
 
 
 def check_is_module(model: Any) -> None:
-    """Check the type of a public function's model.
+    """Raise if the argument `model` of a public function is no `nn.Module`.
 
     Raises:
-        UnsupportedModelError: the model is no `nn.Module`.
+        UnsupportedModelError: the argument is no `nn.Module`.
     """
     if not isinstance(model, nn.Module):
         raise UnsupportedModelError(
@@ -211,8 +211,9 @@ def is_fsdp_unit(module: nn.Module) -> bool:
 
 
 def _forward_attribute(module: nn.Module) -> str:
-    """Return the name of the attribute to replace: "forward", or accelerate's inner `_old_forward`
-    if the model has a device_map."""
+    """Return the name of the attribute by which a module's forward is replaced on the instance:
+    "forward", or accelerate's inner `_old_forward` if accelerate has wrapped the forward
+    (device_map)."""
     if ACCELERATE_HOOK in module.__dict__:
         return ACCELERATE_FORWARD
     return "forward"

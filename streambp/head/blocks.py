@@ -240,10 +240,11 @@ class Fold:
 
 
 def fold(product: Tensor, projection: Projection, labels: Tensor, block: slice) -> Fold:
-    """Return the softmax statistics of n tokens over a block of v vocabulary entries.
+    """Return softmax statistics of n tokens (largest logit, sum of exponentials, label's logit,
+    ...) over a block of v vocabulary entries.
 
-    Computed by one Triton kernel on CUDA and by torch elsewhere, with the same numbers up to
-    rounding.
+    The statistics are computed by one Triton kernel on CUDA and by torch's operators on other
+    devices, with the same numbers up to rounding.
 
     Args:
         product: [n, v], matrix products of the output projection.
@@ -265,8 +266,9 @@ def fold(product: Tensor, projection: Projection, labels: Tensor, block: slice) 
 
 
 def fold_in_torch(logits: Tensor, labels: Tensor, block: slice) -> Fold:
-    """Return the softmax statistics of n tokens over a block of v vocabulary entries, by torch's
-    operators. Tests compare the Triton kernel with this function.
+    """Return softmax statistics of n tokens (largest logit, sum of exponentials, label's logit,
+    ...) over a block of v vocabulary entries, computed by torch's operators. Tests compare the
+    Triton kernel with this function.
 
     Args:
         logits: [n, v].
@@ -294,8 +296,8 @@ def _finite_maximum(top: Tensor) -> Tensor:
 def fold_vocabulary(
     normed: Tensor, products: HeadProducts, projection: Projection, labels: Tensor, entries: int
 ) -> Fold:
-    """Return the softmax statistics of n tokens over the full vocabulary, computed for `entries`
-    vocabulary entries at a time.
+    """Return softmax statistics of n tokens (largest logit, sum of exponentials, label's logit,
+    ...) over the full vocabulary. Logits are computed for `entries` vocabulary entries at a time.
 
     Args:
         normed: [n, h], the output projection's input, after the final norm.
@@ -327,18 +329,18 @@ def locate(labels: Tensor, block: slice) -> tuple[Tensor, Tensor]:
 
 @dataclasses.dataclass(frozen=True)
 class TokenGradients:
-    """Inputs from which the gradient of n tokens' logits is computed: softmax statistics, and the
-    gradients that arrive at the head's results. All tensors are [n].
+    """Tensors from which the gradient of n tokens' logits is computed: softmax statistics, and the
+    gradients of the values that were computed from the logits. All tensors are [n].
 
     Attributes:
         labels: the labels, indices in the vocabulary.
         lse: log of the sum of exp(logit) over the full vocabulary.
-        entropy: entropy over the full vocabulary; None if no gradient arrives at the entropy.
+        entropy: entropy over the full vocabulary; None if the entropy has no gradient.
         vocabulary: V, the number of vocabulary entries.
-        d_log_probs: gradient of log_probs; None: unused.
-        d_entropy: gradient of entropy; None: unused.
-        d_mean_log_probs: gradient of mean_log_probs; None: unused.
-        d_lse: gradient of lse; None: unused.
+        d_log_probs: gradient of the labels' log-probabilities; None: no gradient.
+        d_entropy: gradient of the entropy; None: no gradient.
+        d_mean_log_probs: gradient of the mean of log p over the vocabulary; None: no gradient.
+        d_lse: gradient of lse; None: no gradient.
     """
 
     labels: Tensor

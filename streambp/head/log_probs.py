@@ -42,7 +42,8 @@ from streambp.tensors import check_tensors
 def check_labels(labels: Tensor, vocabulary: int, ignore_index: int | None) -> None:
     """Raise if a label is outside the vocabulary. The check waits for the device.
 
-    Such a label would select nothing, and the result would still look like a log-probability.
+    Such a label would select no logit without the check, and the result would still look like a
+    log-probability.
 
     Args:
         labels: [...] integers; labels without data (on meta, or fake) are not checked.

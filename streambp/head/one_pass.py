@@ -134,9 +134,9 @@ class OnePassNLL(torch.autograd.Function):
         Args:
             inputs: labels, final norm and settings.
             pending: state of the patched model's losses, which gets a weak reference to the
-                gradients. The state's `factor` multiplies `scale`.
-            scale: the gradient of the sum if the program does not scale its loss: a scalar in
-                promote_types(dtype, float32), such as 1 / number of labels for a mean.
+                gradients. The state's `factor` is the expected loss scale.
+            scale: the gradient that the sum will get in backward without a loss scale, for example
+                1 / number of labels for a mean: a scalar in promote_types(dtype, float32).
             hidden: hidden states [N, h] before the final norm.
             weight: the output projection's weight [V, h].
             bias: the output projection's bias [V], or None.

@@ -53,8 +53,8 @@ class SelectRows(torch.autograd.Function):
 
 
 def take_rows(source: Tensor, token_positions: Tensor) -> Tensor:
-    """Return the rows of source [N, h] at indices `token_positions` [...], as [..., h] in source's
-    dtype, with the gradient of `SelectRows`."""
+    """Return the rows of source [N, h] at indices `token_positions` [...], as a tensor [..., h] in
+    source's dtype. Backward adds the gradients of a repeated row in float32 or wider."""
     flat: Tensor = SelectRows.apply(source, token_positions.reshape(-1))
     return flat.view(*token_positions.shape, source.shape[-1])
 

@@ -123,7 +123,8 @@ class MaterializeLazy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[None, Tensor]:
-        """Return the gradient of the complete tensor [...] as the lazy tensor's gradient."""
+        """Return the gradient of the complete tensor [...] unchanged, as the gradient of the lazy
+        tensor, and None for `values`."""
         return None, upstream
 
 
@@ -194,12 +195,13 @@ class LazyTensor(Tensor):
         raise NotImplementedError
 
     def copy_with(self, *args: Any, **kwargs: Any) -> Any:
-        """Return a lazy copy that shares no memory with this tensor, for example in another dtype.
-        Subclasses define the arguments, which name the properties to change."""
+        """Return a copy of this lazy tensor with some properties changed, such as the dtype. The
+        result shares no memory with this tensor. Subclasses define the arguments."""
         raise NotImplementedError
 
     def casts_to(self, dtype: torch.dtype) -> bool:
-        """True if the tensor stays lazy when it is cast to `dtype`, rather than being computed."""
+        """True if a cast to `dtype` gives a lazy tensor again. False: the cast builds a real tensor
+        with all values."""
         raise NotImplementedError
 
     @classmethod
@@ -250,11 +252,9 @@ class LazyTensor(Tensor):
 
     @classmethod
     def apply_rule(cls, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        """Run an operation by its rule, a function in `rules` that needs no complete tensor, and
-        return the operation's result.
-
-        Returns NotImplemented if the operation has no rule, or if another argument than the first
-        is lazy.
+        """Compute an operation on a lazy tensor by its rule in `rules`: a function that gives the
+        result without building a tensor with all values. Return NotImplemented if the operation has
+        no rule, or if another argument than the first is lazy.
 
         Args:
             func: torch's function.
@@ -330,8 +330,9 @@ class LazyTensor(Tensor):
 
     @classmethod
     def run_on_complete(cls, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        """Run an operation that has no rule in `rules`, with complete tensors in place of lazy
-        arguments. Return the operation's result.
+        """Run an operation that has no rule in `rules`. Each lazy argument is replaced by the
+        complete tensor, a real tensor with all values, which costs memory. Return the operation's
+        result.
 
         Args:
             func: torch's function.

@@ -273,7 +273,8 @@ class LazyHead:
         return dataclasses.replace(reading, head=hub, handle=handle)
 
     def check(self) -> None:
-        """Raise `StreamBPError` if weights or hidden states were changed in place since forward."""
+        """Raise `StreamBPError` if weights or hidden states were changed in place since forward,
+        because logits that are computed now would be those of another model."""
         changed_tensor = self._versions.written_tensor()
         weight = self.recipe.weight
         assert weight is not None

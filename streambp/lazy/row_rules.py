@@ -228,13 +228,14 @@ def _reduce(
     positional: list[Any],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Return a reduction, such as sum or topk, over each token's entries of lazy logits. Each
-    result is [*tokens], [*tokens, 1] or [*tokens, K].
+    """Compute a reduction over each token's entries of lazy logits, such as sum or topk along the
+    vocabulary, block by block. Return its result, or a tuple of results as torch's function does:
+    [*tokens], [*tokens, 1] or [*tokens, K].
 
     Args:
         name: name of the operation.
         func: torch's function.
-        x: the lazy logits.
+        x: the lazy logits [*tokens, W].
         positional: positional arguments of the call, without the tensor and the dimension.
         kwargs: keyword arguments of the call.
     """

@@ -476,9 +476,9 @@ class LazyLogits(LazyTensor):
 
     @classmethod
     def apply_rule(cls, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        """Run an operation by its rule, a function that needs no complete tensor, and return the
-        operation's result. Return NotImplemented if the operation has no rule in `row_rules` or
-        `rules`.
+        """Compute an operation on lazy logits by a rule. A rule is a function that computes the
+        result block by block, or records the operation, without building a tensor with all values.
+        Return NotImplemented if neither `row_rules` nor `rules` has a rule for the operation.
 
         Args:
             func: torch's function.

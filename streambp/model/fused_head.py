@@ -73,12 +73,12 @@ class FusedHead(InstanceForward):
     def output(
         self, kwargs: dict[str, Any], output: Any, values: TokenLogProbs, request: HeadRequest
     ) -> FusedCausalLMOutput:
-        """Return TRL's `FusedCausalLMOutput`.
+        """Return TRL's `FusedCausalLMOutput`, made from the results of the model's call.
 
         Args:
             kwargs: arguments of the model's call, with labels.
             output: the model's output without logits.
-            values: log-probabilities and the other values of each token, for the result.
+            values: log-probabilities and the other values of each token.
             request: record of the output projection's input, for subclasses; not used here.
         """
         from trl.trainer.utils import FusedCausalLMOutput

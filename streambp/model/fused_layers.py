@@ -152,12 +152,14 @@ Adjust = Callable[[Attributes], AbstractSet[nn.Module]]
 def install_kernels(model: nn.Module, adjust: Adjust | None = None) -> InstalledKernels:
     """Apply Liger's kernels to the norms and MLPs of a model.
 
+    Modules whose own forward gives other results than Liger's are restored.
+
     Args:
         model: a transformers model, or a module that contains one; changed in place.
-        adjust: called with a dict from each module to its previous attributes, while transformers'
-            modeling modules contain Liger's functions, such as its rotary embedding. `adjust` may
-            change attributes of modules, and returns modules to restore. Modules whose own forward
-            differs from Liger's are always restored. None: no other module is restored.
+        adjust: function that may change modules after Liger has set its forwards, and returns
+            further modules to restore. The argument is a dict from each module to its `__dict__`
+            from before. transformers' modeling modules contain Liger's functions during the call,
+            for example the rotary embedding. None: no function is called.
 
     Returns:
         A record of the changed attributes, whose `uninstall` restores the modules.

@@ -35,11 +35,11 @@ DEFERRABLE_CLASSES = (nn.LayerNorm, nn.RMSNorm, nn.ModuleDict)
 
 
 def can_be_deferred(norm: nn.Module) -> bool:
-    """True if a model's final norm may be computed after the model's forward, by the loss: on
-    blocks of tokens [n, h], and once more in backward.
+    """True if a model's final norm may be computed after the model's forward, together with the
+    loss: on blocks of tokens [n, h], and once more in backward.
 
-    False for third-party code that may mix tokens, count calls, draw random numbers, or train a
-    tensor that is not a registered parameter.
+    False for a norm with third-party code, because such code may mix tokens, count calls, draw
+    random numbers, or train a tensor that is not a registered parameter.
     """
     # Backward hooks and FSDP units add an autograd.Function, which needs real tensors.
     if has_backward_hooks(norm) or is_fsdp_unit(norm):

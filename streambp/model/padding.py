@@ -58,14 +58,14 @@ def warn_of_labels_after_padding(
     """Warn if a label is predicted at a position that can attend to no key, such as the last
     position of left padding. Return True if a warning was issued.
 
-    The warning applies to models whose unpatched attention returns the mean over all tokens at such
-    a position.
+    Called for models whose unpatched attention returns the mean over all tokens at such a position;
+    patched layers return 0.
 
     Args:
-        kwargs: arguments of a forward with labels or shift_labels [B, T] and a mask [B, T].
-            Masks of other shapes are ignored.
-        mask_argument: name of the mask of the labels' tokens. "decoder_attention_mask" is the
-            decoder's in an encoder-decoder, whose labels are not shifted.
+        kwargs: arguments of a forward with labels or shift_labels [B, T] and a mask [B, T]. Masks
+            of other shapes are ignored.
+        mask_argument: name of the argument that masks padding among the labels' tokens. The name is
+            "decoder_attention_mask" for an encoder-decoder, whose labels are not shifted.
     """
     labels = kwargs.get("labels")
     mask = kwargs.get(mask_argument)

@@ -238,7 +238,8 @@ def _make_wrappers(
         state: the patch's state.
         model: the patched model.
         stacks: each backbone with its decoder layers.
-        layers: all decoder layers. A layer's position in this list is its index in records.
+        layers: all decoder layers of the model. A layer's position in this list is its index, by
+            which reports and errors name it.
     """
     wrappers: list[InstanceForward] = []
     norms: dict[int, nn.Module] = {}  # final norm of each backbone

@@ -299,8 +299,12 @@ class StepRecord:
 
 
 def offload_text(choice: SavesChoice) -> str:
-    """Return a sentence on the saved tensors that offload="auto" moves to the host, with the
-    measurements behind this choice and the tensors that were not chosen."""
+    """Return a sentence on the saved tensors that offload="auto" moves to the host. The sentence
+    includes the measurements behind this choice, and the tensors that were not chosen.
+
+    Args:
+        choice: the choice of saved tensors for a step, with its measurements.
+    """
     m = choice.measured
     assert m is not None
     leaves = choice.leaving

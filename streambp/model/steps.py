@@ -187,8 +187,8 @@ class Steps:
         self.last = last
 
     def _choice(self) -> MicroBatchChoice | None:
-        """Return what the policy for saves="auto" chose for the newest micro-batch: the tensors to
-        save, or a run of the unpatched forward. None if nothing was chosen."""
+        """Return the choice that saves="auto" made for the newest micro-batch: the tensors to save,
+        or a run of the unpatched forward. None if nothing was chosen."""
         chooser = self.layer_states[0].saves_policy if self.layer_states else None
         return None if chooser is None else chooser.latest
 
@@ -228,8 +228,9 @@ class Steps:
         return step
 
     def start_backward(self, device: torch.device) -> None:
-        """Record the start of a backward on `device`: the backward of a layer, or of a forward that
-        ran unpatched. The first such call in a step registers a callback for backward's end."""
+        """Note that a backward has begun on `device`. Called by the backward of each layer, and by
+        a hook if the forward ran unpatched. The first call in a step registers a callback for the
+        end of backward."""
         step = self.last
         if step is None:
             self.bypasses_backbone = True

@@ -306,17 +306,17 @@ def unpatched_saved_bytes(
     vocabulary: int,
     factor: float = 1.0,
 ) -> UnpatchedChoice | None:
-    """Return the bytes that an unpatched micro-batch saves for backward (graphs of all layers, and
-    logits [B, T, V]) and the free bytes; None if unknown.
+    """Return the bytes that a micro-batch saves for backward if it runs unpatched (graphs of all
+    layers, and logits [B, T, V]), together with the free bytes. Return None if they are unknown.
 
     Args:
         saves_policy: predicts the bytes of each layer's graph, and the free bytes.
         tokens: number of tokens over all rows.
         length: tokens of each row.
         device: the device.
-        heads: one number for each layer: the heads for which torch would build attention scores
-            [T, T]; 0 if a fused kernel computes the layer's attention.
-        vocabulary: V.
+        heads: number of heads, by layer, for which torch would build attention scores [T, T]; 0 if
+            a fused kernel computes the layer's attention.
+        vocabulary: V, the vocabulary size.
         factor: multiplies the predicted bytes.
     """
     graph_bytes = saves_policy.graphs(tokens, device)

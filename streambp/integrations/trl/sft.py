@@ -43,11 +43,12 @@ class StreamSFTTrainer(StreamedTrainer, SFTTrainer):  # type: ignore[misc]  # TR
     splits_sequences = True
 
     def get_train_dataloader(self) -> Any:
-        """Return TRL's dataloader, with batches by tokens if `stream_batch_tokens` is set.
+        """Return TRL's dataloader. If `stream_batch_tokens` is set, its batches have at most this
+        number of tokens, instead of a fixed number of rows.
 
         Raises:
-            ConfigError: batches would be computed with their padding, rows have no known length, or
-                a row is too long.
+            ConfigError: the model has rows="as_given" and would compute padding, the rows' lengths
+                are unknown, or a row is too long.
         """
         loader = super().get_train_dataloader()
         tokens = getattr(self.args, "stream_batch_tokens", None)  # args may be TRL's own
