@@ -134,9 +134,9 @@ class ChunkPlan:
 
     @functools.cached_property
     def backward(self) -> tuple[Chunk, ...]:
-        """Return the chunks in the order of backward, last to first. Later chunks attend to the
-        keys of earlier chunks. When the backward of a chunk begins, all their gradients have been
-        added to its dK and dV.
+        """Return the chunks in the order of backward, last to first, because later chunks attend to
+        the keys of earlier chunks. When the backward of a chunk begins, all later chunks have added
+        their gradients to the chunk's dK and dV.
 
         [Note: prefix accumulation order]
         """

@@ -61,9 +61,9 @@ class StatisticsTerm:
             float32).
 
     Attributes:
-        further: gradients of further labels at positions that have a label in `pick` already, for
-            example from a second loss. A list of tuples (positions, vocabulary entries, gradients),
-            [n] each.
+        further: gradients of further labels at positions that have a label already, for example
+            from a second loss. A list of tuples (positions, vocabulary entries, gradients), [n]
+            each.
     """
 
     def __init__(self, projection: Projection, count: int, like: Tensor) -> None:
