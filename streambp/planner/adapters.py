@@ -20,9 +20,12 @@ ALL_LINEARS = "all-linear"
 def add_adapters(
     model: nn.Module, rank: int, targets: Sequence[str] = ()
 ) -> tuple[nn.Module, tuple[str, ...]]:
-    """Add LoRA adapters to a model without data. Return the PeftModel, and the names of Linears
-    without adapters. Those are names that peft refuses if no `targets` are given. Otherwise those
-    are the `targets` that the model does not have, which peft leaves out without a word.
+    """Add LoRA adapters to a model whose tensors have no data. Return the PeftModel, and names of
+    Linears that have no adapter, for a note to the user.
+
+    If `targets` is empty, the returned names are those of Linears that peft refuses to adapt.
+    Otherwise the returned names are the targets that no module of the model has. Peft ignores these
+    silently.
 
     Args:
         model: the model, on meta or fake tensors; changed.
@@ -31,7 +34,8 @@ def add_adapters(
             that peft accepts.
 
     Raises:
-        ConfigError: peft refuses a name in `targets`, or the model has no Linear of any of these names.
+        ConfigError: peft refuses a name in `targets`, or no module of the model has any of these
+            names.
     """
     with require_library("peft"):
         from peft import LoraConfig, get_peft_model
@@ -74,8 +78,8 @@ def add_adapters(
 
 
 def _matches(model: nn.Module, target: str) -> bool:
-    """True if a module of the model has the name `target`, or a path that ends with this name. Peft
-    adds adapters to these modules."""
+    """True if `target`, one of peft's `target_modules`, selects a module of the model: a module's
+    path is this name or ends with "." and this name. True also for peft's word "all-linear"."""
     if target == ALL_LINEARS:
         return True
     return any(path == target or path.endswith(f".{target}") for path, _ in model.named_modules())

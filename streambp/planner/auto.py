@@ -68,8 +68,9 @@ MEMORY_ATTRIBUTES = ("nbytes", "requires_grad", "dtype", "device")
 
 @dataclasses.dataclass(frozen=True)
 class StepNeed(MemoryNeed):
-    """Predicted bytes of a step whose layers save nothing but their inputs. The methods of this
-    class take numbers of tokens over all rows of a batch.
+    """Prediction of the device memory, in bytes, that a training step needs if its layers save
+    nothing for backward but their inputs. The methods take numbers of tokens over all rows of a
+    batch.
 
     Attributes:
         method: the memory of the step (`Method`), counted on a copy of the model without data, as
@@ -79,12 +80,12 @@ class StepNeed(MemoryNeed):
         casts: bytes of autocast's half-precision copies of weights, added after the multiplication
             by `factor`.
         rows: batch size with which `method` was counted.
-        share: fraction of the counted gradients that a step adds to a rank's memory; less than 1 if
-            an engine (ZeRO, FSDP2) shards them.
+        share: fraction of the gradients' bytes that a step adds to a rank's memory; less than 1 if
+            an engine (ZeRO, FSDP2) shards gradients.
         gathered: bytes of full weights that an engine with sharded weights (ZeRO-3, FSDP2) gathers
             at once; 0 without such an engine.
         layout: devices of the model's parts, if there are several; None: one device, or unknown.
-        part: the part of the step's memory that is predicted; None: the memory of the full step.
+        part: selects the bytes on a single device, if the model is on several; None: all bytes.
     """
 
     method: Method
@@ -103,11 +104,13 @@ class StepNeed(MemoryNeed):
     )
 
     def on_device(self, device: torch.device, costs: Mapping[int, LayerCost]) -> StepNeed:
-        """Return the prediction for one device. [Note: parts of a step]
+        """Return the prediction of the bytes on one device, for a model with layers on several
+        devices (accelerate's `device_map`). Return this object for other models.
+        [Note: parts of a step]
 
         Args:
             device: the device.
-            costs: device and bytes of each layer, by the layer's index.
+            costs: dict from a layer's index to the layer's device, and the bytes that it may save.
         """
         if self.layout is None:
             return self
@@ -121,11 +124,13 @@ class StepNeed(MemoryNeed):
     def bytes_by_layer(
         self, tokens: int, chunk: int, present: float
     ) -> tuple[tuple[float, float], ...]:
-        """Return pairs (index, bytes): the most bytes in use while backward of the layers 0 to
-        `index` has not ended. Tensors that these layers save must fit in memory beside the bytes.
+        """Return the predicted memory of a step as pairs (index, bytes). While the layers 0 to
+        `index` wait for their backward or run it, the step uses at most this number of bytes,
+        without saved tensors. The tensors that these layers save must fit in memory beside these
+        bytes.
 
-        The index is infinity in forward and in the head, because no layer's backward has begun. The
-        index is -1 in backward of the embedding, because every layer's backward has ended.
+        The index is infinity for forward and the head: no layer's backward has begun. The index is
+        -1 for backward of the embedding: every layer's backward has ended.
 
         Args:
             tokens: tokens of all rows.
@@ -177,10 +182,17 @@ class StepNeed(MemoryNeed):
 
 
 def last_unfinished_layer(phase: str) -> float:
-    """Return the index of the last layer whose backward has not ended in a phase of a step: 35 in
-    "backward 35", in which layer 35's backward runs. Saved tensors of this and all earlier layers
-    are then in memory. Return -1 if every layer's backward has ended, and infinity if none has
-    begun."""
+    """Return the index of the last layer whose backward has not ended in a phase of a step. The
+    result is 35 for the phase "backward 35", in which layer 35's backward runs. Tensors that the
+    layers 0 to 35 save are then in memory.
+
+    Args:
+        phase: name of the phase, such as "forward 3", "head", "backward 35" or "embedding
+            backward".
+
+    Returns:
+        -1 if every layer's backward has ended, and infinity if none has begun.
+    """
     kind, _, number = phase.rpartition(" ")
     if phase == EMBEDDING_BACKWARD:
         return -1.0
@@ -189,16 +201,17 @@ def last_unfinished_layer(phase: str) -> float:
 
 def upper_bound_of_step(model: nn.Module, layers: Sequence[nn.Module]) -> StepNeed:
     """Return an upper bound for the bytes of a step that is computed chunk by chunk and saves only
-    the layers' inputs. The bound serves CPUs, and models whose steps cannot be counted on tensors
-    without data.
+    the layers' inputs. The bound is used where a step's bytes cannot be counted: on CPUs, and for
+    models that cannot run on tensors without data.
 
-    The bound is the sum of three parts. Gradients: all of them, or the largest set that is computed
-    at once if the step adds to existing gradients. Inputs of all layers. For each token of a chunk,
-    `WORKSPACE_FACTOR` times the inputs and outputs of the largest layer's weights.
+    The bound is the sum of three parts. The first is the gradients: of all parameters, or of the
+    largest layer or parameter if the step adds to existing gradients. The second is the inputs of
+    all layers. The third is, for each token of a chunk, `WORKSPACE_FACTOR` times the inputs and
+    outputs of the largest layer's weight matrices.
 
     Args:
         model: the patched model.
-        layers: its decoder layers.
+        layers: the model's decoder layers.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     shapes: list[list[tuple[torch.Size, int]]] = []
@@ -256,8 +269,9 @@ def patch(model: Model, config: StreamConfig | None = None) -> Model:
 
 
 class ModelStates:
-    """Predicts the memory and seconds of a model's steps. Predictions are cached for each state of
-    the model: bytes, dtype, device and requires_grad of its parameters, and autocast.
+    """Callable that predicts the memory and seconds of a patched model's training steps.
+    Predictions are cached for each state of the model: bytes, dtype, device and requires_grad of
+    its parameters, and autocast's dtype.
 
     Args:
         model: the patched model.
@@ -276,8 +290,8 @@ class ModelStates:
         self._last: tuple[Any, ...] = ()
 
     def __reduce__(self) -> Any:
-        """Return a recipe for a new object with the same model and settings and no predictions, for
-        copy and pickle."""
+        """Return (function, arguments) for copy and pickle. The copy has the same model and
+        settings, and no cached predictions."""
         return ModelStates, (self.home, self.config)
 
     @property
@@ -395,11 +409,12 @@ class ModelStates:
     def _count_on_host(
         self, on_device: StepNeed, rates: Rates, cast: torch.dtype | None
     ) -> HostStepFigures | None:
-        """Return predictions for the model's steps that move layer inputs to the host; None if such
-        steps cannot be counted. [Note: host by seconds]
+        """Return predictions for training steps in which all layers' inputs wait in host memory for
+        backward. None if such steps cannot run on tensors without data, so that their bytes and
+        FLOPs cannot be counted. [Note: host by seconds]
 
         Args:
-            on_device: prediction for steps that move nothing.
+            on_device: prediction for steps that move nothing to the host.
             rates: the device's speeds (FLOP/s, bytes/s).
             cast: dtype of autocast; None: autocast is off.
         """
@@ -422,11 +437,12 @@ class ModelStates:
         return host_figures(need, rates, set_aside=set_aside)
 
     def room_for_weights(self, device: torch.device, rows: int, length: int) -> float:
-        """Return the bytes that a device has left for layer weights, beside a step that saves only
-        the layers' inputs.
+        """Return the bytes of device memory that remain for the weights of decoder layers, while a
+        step runs that saves only the layers' inputs.
 
-        Infinity if the free memory is unknown; 0 if the step's memory is unknown. Weights of the
-        last layers that fit in these bytes stay on the device if weights="auto".
+        `StreamConfig(weights="auto")` keeps on the device the weights of the last layers that fit
+        in these bytes, and moves all other layers' weights to the host. The result is infinity if
+        the free memory is unknown, and 0 if the step's memory is unknown.
 
         Args:
             device: the device of the step.
@@ -461,12 +477,12 @@ class ModelStates:
 
 
 def gradient_shares(model: nn.Module, towers: bool = False) -> tuple[float, float]:
-    """Return the fraction of gradients that a step adds to this rank's memory, and the bytes of
-    weights that an engine gathers at once. The result is (1, 0) if no engine (ZeRO-3, FSDP2) shards
-    parameters. Both numbers correct a prediction of a step's memory that assumes one rank with full
-    parameters.
+    """Return two numbers that correct a memory prediction made for one rank with full parameters,
+    if an engine (ZeRO-3, FSDP2) shards the parameters. The first is the fraction of the gradients'
+    bytes that a step adds to this rank's memory. The second is the bytes of full weights that the
+    engine gathers at once. The result is (1, 0) without such an engine.
 
-    At most two layers are gathered at once, or the head, whose weight is held until its backward.
+    The second number is twice the bytes of the largest layer or single parameter.
 
     Args:
         model: the model.
@@ -493,7 +509,7 @@ def seconds_of(method: Method, rates: Rates, rows: int = 1) -> Callable[[int, in
     step that saves only the layers' inputs. Both arguments are over all rows of the batch.
 
     Args:
-        method: the counted costs of the step.
+        method: the way to run the step, with its counted memory and FLOPs.
         rates: the device's speeds (FLOP/s, bytes/s).
         rows: batch size with which `method` was counted.
     """
@@ -505,14 +521,15 @@ def seconds_of(method: Method, rates: Rates, rows: int = 1) -> Callable[[int, in
 def host_figures(
     need: StepNeed, rates: Rates, rows: int = 1, set_aside: int = 0
 ) -> HostStepFigures:
-    """Return predictions for steps that move layer inputs to the host, from the counted costs of
-    such a step.
+    """Return predictions for steps that move all layers' inputs to the host, computed from the
+    memory and FLOPs of such a step, which were counted on tensors without data.
 
     Args:
         need: prediction of the step's bytes; `need.method` has its FLOPs and copied bytes.
         rates: the device's speeds (FLOP/s, bytes/s).
         rows: batch size with which the step was counted.
-        set_aside: bytes of host memory that an engine with CPU offloading will take later.
+        set_aside: bytes of host memory that an engine with CPU offloading (ZeRO-Offload) will
+            allocate later, and that saved tensors must not use.
     """
 
     def parts(tokens: int, chunk: int) -> tuple[float, float, float]:
@@ -567,7 +584,8 @@ def _law(model: nn.Module, config: StreamConfig, cast: torch.dtype | None) -> St
 
     Args:
         model: the patched model.
-        config: its settings; each layer saves its input and the tensors that `config.saves` names.
+        config: the patch's settings; each layer saves its input and the tensors that `config.saves`
+            names.
         cast: dtype to which autocast casts float32 weights; None: autocast is off.
     """
     offload: Literal["none", "cpu"] = "cpu" if config.always_moves else "none"

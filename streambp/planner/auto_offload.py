@@ -22,15 +22,17 @@ from streambp.rates import Rates
 
 @dataclasses.dataclass(frozen=True)
 class AutoOffloadStep:
-    """Prediction for a step of `patch(model, StreamConfig(chunk_size, offload="auto"))`. The
-    prediction is not for the first steps, which measure and save only layer inputs.
+    """Predicted training step with `StreamConfig(chunk_size, offload="auto")`, which saves tensors
+    for backward on the device and in host memory. The first steps of a training differ: they save
+    only layer inputs, and measure the device.
 
     Attributes:
         chunk_size: positions of a chunk in each row.
         fits: True if a step whose layers save only their inputs fits on the device, and `leaving`
             fits in host memory.
-        saved: tensors that layers save in addition to their inputs, as one entry for each name
-            ("kv", for example) with the number of layers and the bytes.
+        saved: tensors that layers save in addition to their inputs. Each entry has the name of a
+            kind of tensor, such as "kv" (keys and values), the number of layers with this tensor,
+            and the bytes.
         leaving: bytes of saved tensors and inputs that are copied to the host.
         on_device: bytes of saved tensors and inputs that stay on the device until backward.
         peak: peak memory of the device in bytes, weights and optimizer state included.
@@ -58,7 +60,7 @@ def predict_auto_offload(
     several chunk sizes. If no step fits, return the prediction with the lowest peak memory.
 
     Args:
-        profile: the model's counted costs.
+        profile: the model's memory and FLOPs, counted on tensors without data.
         seq_len: positions of a row.
         sizes: chunk sizes to try, in positions of each row.
         memory: usable bytes of the device, and bytes of host memory (None: no limit).
@@ -97,9 +99,9 @@ def _predict_chunks(
     """Return the prediction for a step of `offload="auto"` in chunks of `size` positions.
 
     Args:
-        profile: the model's counted costs.
-        method: counted costs of the step that moves all layers' inputs to the host and saves
-            nothing else.
+        profile: the model's memory and FLOPs, counted on tensors without data.
+        method: memory and FLOPs, counted on tensors without data, of a step that moves all layers'
+            inputs to the host and saves nothing else.
         seq_len: positions of a row.
         size: positions of a chunk.
         memory: usable bytes of the device, and bytes of host memory (None: no limit).

@@ -78,8 +78,8 @@ class Batch:
 
     @classmethod
     def of_mean(cls, longest: int, mean: int, rows: int) -> Batch:
-        """Return a batch of `rows` rows with `mean` tokens on average: one row of `longest` tokens,
-        and other rows of equal length."""
+        """Return a batch of `rows` rows with `mean` tokens on average. One row has `longest`
+        tokens, and all other rows have one equal length."""
         length = (rows * mean - longest) // (rows - 1)
         return cls((*(length,) * (rows - 1), longest))
 
@@ -90,20 +90,24 @@ class Batch:
 
     @property
     def scored(self) -> int:
-        """Return the number of tokens with a loss, which the head computes: all tokens behind the
-        prompt."""
+        """Return the number of tokens for which the head computes a loss: all tokens behind the
+        prompt, summed over the rows."""
         return sum(self.lengths) - self.prompt * len(self.lengths)
 
     def tokens(self, packed: bool) -> int:
-        """Return the number of tokens that layers compute: the tokens of the packed row if
-        `packed`, else the tokens of all rows, padding included."""
+        """Return the number of tokens that layers compute for the batch.
+
+        Args:
+            packed: True for the batch as one packed row: the shared prompt once, and all other
+                tokens, without padding. False for padded rows, padding included.
+        """
         if packed:
             return self.prompt + self.scored
         return len(self.lengths) * self.row
 
     def reach(self, packed: bool) -> float:
-        """Return the length of a causal row in which a query reads, on average, the same number of
-        keys as in this batch. Costs of reading keys are those of a row of this length.
+        """Return the length of an equivalent causal row, from which the cost of the batch's
+        attention is predicted. A query reads the same average number of keys in both.
 
         Args:
             packed: True for the batch as one packed row; False for padded rows.
@@ -236,7 +240,7 @@ def work(method: Method, batch: Batch, packed: bool, chunk_size: int) -> dict[st
     "forward" of all layers, "backward", "head" and so on.
 
     Args:
-        method: the way to run the step, with its counted costs.
+        method: the way to run the step, with its counted memory and FLOPs.
         batch: the batch.
         packed: True for the batch as one packed row; False for padded rows.
         chunk_size: positions of a chunk in each row.

@@ -22,8 +22,9 @@ from streambp.planner.work import Work
 
 @dataclasses.dataclass(frozen=True)
 class PhaseMemory:
-    """Memory of one phase of the full model's step, for a given row length and chunk size. `fit`
-    turns such records into functions of both.
+    """Memory of one phase of a training step, for one row length and one chunk size. A phase is the
+    forward or backward of one layer, of the head or of the embedding. `fit` computes functions of
+    row length and chunk size from several of these records.
 
     Attributes:
         name: the phase's name, such as "backward 35".
@@ -32,9 +33,9 @@ class PhaseMemory:
         gradients: bytes in all `.grad` at its start.
         max_other_bytes: dict from bytes of other ranks' attention keys and values to the most bytes
             of everything else in use at the same time; {} unless ranks share sequences.
-        per_key: bytes for each unit of the amount of other ranks' keys and values
-            (`profile.held_keys`). The memory of the phase is `peak` + `per_key` * amount. 0 unless
-            ranks share sequences; `splits.lines_of_keys` computes both numbers from
+        per_key: bytes for each unit of `profile.held_keys`, the amount of other ranks' keys and
+            values on this rank. The memory of the phase is `peak` + `per_key` * amount. 0 unless
+            ranks share sequences. `splits.lines_of_keys` computes `peak` and `per_key` from
             `max_other_bytes`.
     """
 
@@ -49,18 +50,20 @@ class PhaseMemory:
 def unroll(
     spans: Sequence[Span], shrunk_model: ShrunkModel
 ) -> tuple[list[PhaseMemory], float, dict[str, Work], tuple[float, ...]]:
-    """Return the phases of the full model's step, computed from the phases of a counted step. A
-    counted step is one of a model with only a few layers, run on tensors without data. Each of
-    these layers represents all layers of its kind, which have the same structure.
+    """Return the memory and costs of a full model's training step, computed from a step of the same
+    model with only a few layers. The step of the few layers ran on tensors without data. Each of
+    these layers represents all layers with the same structure.
 
     Args:
-        spans: phases of the counted step, in order.
-        shrunk_model: the representative layers, and the kind of each layer of the full model.
+        spans: phases of the step of the few layers, in order: the forward of a layer, for example.
+        shrunk_model: the layers that ran, and for each layer of the full model the layer that
+            represents it.
 
     Returns:
-        The phases (`PhaseMemory`) in order. The bytes of host memory that the step uses. The costs
-            (`Work`), by kind of phase such as "forward". The bytes exchanged between ranks, in the
-            order of `SplitCount.links`.
+        Four values for the full model. First is the memory of each phase, in order. Second is the
+            bytes of host memory that the step uses. Third is a dict from kind of phase, such as
+            "forward" of all layers, to FLOPs and traffic (`Work`). Last are the bytes exchanged
+            between ranks, in the order of `SplitCount.links`.
     """
     depth = len(shrunk_model.kinds)
     forward = {}
@@ -120,14 +123,14 @@ def fit(
     shrunk_model: ShrunkModel,
     adds_biases: bool = False,
 ) -> tuple[Phase, ...]:
-    """Return the memory of each phase as a linear function of T (a row's tokens), C (a chunk's
-    tokens) and the number of chunks. The functions are fitted through steps that were counted at
-    several (T, C), on tensors without data.
+    """Return the memory of each phase of a step as a linear function of T (a row's tokens), C (a
+    chunk's tokens) and the number of chunks. The functions are fitted through the memory of steps
+    with several (T, C), which ran on tensors without data.
 
-    Layers of one kind have the same structure. The result has the phases of the first and the last
-    layer of each kind: bytes rise or fall evenly between the two, which bound all others. A phase
-    whose bytes at the start may exceed those at its fitted peak is in the result twice. The larger
-    value counts.
+    Layers with the same structure have one kind. Only phases of the first and the last layer of
+    each kind are in the result, because all layers between need no more memory than one of the two.
+    A phase may be in the result twice: with the function of its peak, and with the function of its
+    start. The latter may be larger in long rows or large chunks, and the larger value counts.
 
     Args:
         points: (T, C) of each counted step: tokens of a row, and tokens of a chunk.

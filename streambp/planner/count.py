@@ -57,8 +57,8 @@ NUMBER_READERS = (
 
 
 class LiveBytes(TorchDispatchMode):
-    """Dispatch mode that counts the bytes of tensor storages that were created inside and still
-    exist.
+    """Dispatch mode that counts the bytes of the tensor storages that were created while the mode
+    was active and have not been freed.
 
     Attributes:
         live: bytes that exist now.
@@ -153,7 +153,8 @@ class CachedCall:
         work: FLOPs, bytes that are read and written, and the number of operations that torch
             starts.
         attends: True for attention backward, whose kernel allocates and frees a workspace.
-        routed: number of (token, expert) pairs, for a `topk` that may select experts; 0 otherwise.
+        routed: number of indices that a `topk` returns, possibly (token, expert) pairs of an MoE
+            router; 0 for other operations.
     """
 
     outputs: Any
@@ -181,7 +182,7 @@ class ShapeCache:
     operation, and the argument `out` for an operation that has it.
 
     Args:
-        mode: mode of the fake tensors; None: the tensors are on meta.
+        mode: the `FakeTensorMode` of the fake tensors; None: the tensors are on the meta device.
     """
 
     IN_PLACE, OUT = "in place", "out"
@@ -237,8 +238,9 @@ class ShapeCache:
         return tensors_of_call
 
     def _known_kind(self, tensor: Any) -> bool:
-        """True if a tensor is a meta tensor or a fake tensor, depending on which of the two this
-        cache supports. Operations on other tensors are not cached."""
+        """True if the cache supports a tensor: a fake tensor if the cache was created with a
+        `FakeTensorMode`, otherwise a tensor on the meta device. Operations on other tensors are not
+        cached."""
         if self.mode is None:
             return tensor.is_meta and type(tensor) in TENSOR_TYPES
         return isinstance(tensor, FakeTensor) and tensor.constant is None
@@ -323,9 +325,10 @@ class ShapeCache:
 
 
 class AllocatedBytes(contextlib.nullcontext[None]):
-    """Context manager with the attributes `live` and `peak` of `LiveBytes`, read from an
-    accelerator's allocator, to measure a real step like a counted one. Bytes are relative to those
-    when this object was created."""
+    """Reads bytes in use (`live`) and their peak from an accelerator's allocator, to measure a real
+    step. Takes the place of `LiveBytes`, with the same attributes, which counts a step on tensors
+    without data. The context manager itself does nothing. Bytes are relative to those when this
+    object was created."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -380,8 +383,8 @@ class StepCount(LiveBytes):
         return self._work
 
     def add(self, work: Work) -> None:
-        """Add the FLOPs, bytes and dispatches of a kernel that does not run here, because tensors
-        have no data. The replacement of the kernel calls this method."""
+        """Add the FLOPs, bytes and dispatches of a kernel to the step's costs. Called by the
+        function that replaces the kernel, because a kernel cannot run on tensors without data."""
         self._work = self._work.plus(work)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -522,15 +525,16 @@ Count = TypeVar("Count", bound=StepCount)
 
 
 def running_counts(kind: type[Count]) -> list[Count]:
-    """Return the active dispatch modes of class `kind`, such as `StepCount`, which add up a step's
-    bytes and FLOPs. The replacement of a kernel adds the kernel's cost to these modes."""
+    """Return the active dispatch modes of class `kind`, for example all active `StepCount`s, which
+    add up a step's bytes and FLOPs. A function that replaces a kernel adds the kernel's cost to
+    these modes."""
     return [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, kind)]
 
 
 def add_flops(number: float, byte_count: float = 0.0) -> None:
     """Add `number` FLOPs and `byte_count` read and written bytes to all active `StepCount`s, the
-    modes that add up a step's costs. The numbers belong to matrix products of a kernel that the
-    kernel's replacement does not compute."""
+    modes that add up a step's costs. Called by functions that replace a kernel and do not compute
+    the kernel's matrix products."""
     for count in running_counts(StepCount):
         count.add(Work(number, traffic=byte_count))
 

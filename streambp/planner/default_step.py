@@ -35,8 +35,9 @@ class DefaultStep:
             unpatched".
         chunk_size: positions of a chunk in each row.
         fits: True if the step would fit in memory with layers that save only their inputs.
-        saved: tensors that layers save in addition to their inputs, as one entry for each name
-            ("kv", for example) with the number of layers and the bytes.
+        saved: tensors that layers save in addition to their inputs. Each entry has the name of a
+            kind of tensor, such as "kv" (keys and values), the number of layers with this tensor,
+            and the bytes.
         peak: peak memory of the device in bytes, weights and optimizer state included.
         seconds: seconds of the step.
         leaving: bytes of layer inputs and saved tensors that are moved to the host.
@@ -62,12 +63,12 @@ def predict_default_step(
     rates: Rates,
     host: float = 0.0,
 ) -> DefaultStep | None:
-    """Return the prediction for a step of `patch(model)` without settings, with rows of `seq_len`
-    positions. The prediction is for steps after the first ones, which pin the host memory.
-    [Note: host by seconds]
+    """Return the prediction for a training step of `patch(model)` without settings, with rows of
+    `seq_len` positions. The first steps of a training are slower than predicted, because they pin
+    host memory. [Note: host by seconds]
 
     Args:
-        profile: the model's counted costs.
+        profile: the model's memory and FLOPs, counted on tensors without data.
         seq_len: positions of a row.
         usable: bytes of the device that a program can use.
         setting: the training setting, such as optimizer and number of GPUs.
@@ -156,11 +157,11 @@ def _peak_with_saves(phases: Mapping[str, float], plan: Mapping[int, list[Candid
 def _host_choice(
     profile: Profile, figures: StepFigures, rates: Rates, host: float
 ) -> HostChoice | None:
-    """Return the object that decides if a planned step moves saved tensors to the host; None if
-    steps with tensors on the host were not counted, or the host has no room.
+    """Return the object that decides if a predicted step moves saved tensors to host memory. None
+    if `host` is 0, or if the profile has no step that moves tensors to the host.
 
     Args:
-        profile: the model's counted costs.
+        profile: the model's memory and FLOPs, counted on tensors without data.
         figures: predictions about the model's steps. The function sets its attribute `on_host`, the
             predictions for steps that move tensors.
         rates: the device's speeds (FLOP/s, bytes/s).
@@ -177,8 +178,8 @@ def _host_choice(
 
 
 class _HostMemory(OffloadManager):
-    """Offload manager of a planned step, whose host memory is a number of bytes instead of this
-    machine's memory.
+    """Offload manager for a predicted step, which is not run: its free host memory is a given
+    number of bytes, and not what this machine has free.
 
     Args:
         headroom: bytes of host memory for saved tensors.
@@ -198,7 +199,8 @@ def _moving_step(step: MovingStep, rows: int, usable: float) -> DefaultStep:
     """Return the prediction for a step that moves saved tensors to the host.
 
     Args:
-        step: the prediction of `SavesPolicy` for a step of all rows.
+        step: the prediction of `SavesPolicy`, which chooses chunk size and saved tensors, for a
+            step of all rows.
         rows: rows of the batch.
         usable: bytes of the device that a program can use.
     """

@@ -34,14 +34,15 @@ from streambp.planner.step import EMBEDDING, EMBEDDING_BACKWARD
 
 @dataclasses.dataclass(frozen=True)
 class ModelLayout:
-    """Devices of a model's parts, and bytes of the gradients that lie there.
+    """The devices of a model's head and embedding, and the bytes of gradients, for a model whose
+    layers are on several devices (accelerate's `device_map`).
 
     Attributes:
         layers: bytes of each layer's gradients, by the layer's index.
-        head: bytes of the gradients that exist before the layers' backward, by device: those of the
-            head and the final norm.
+        head: dict from a device to the bytes of gradients, on this device, of the head and the
+            final norm. Backward computes these gradients before those of the layers.
         head_device: device of the head; the last layer's without a head.
-        embedding_device: device of the embedding, which is that of the model's input.
+        embedding_device: device of the embedding and of the model's input.
     """
 
     layers: Mapping[int, float]
@@ -52,14 +53,15 @@ class ModelLayout:
 
 @dataclasses.dataclass(frozen=True)
 class DevicePart:
-    """Part of a step's memory on one device. [Note: parts of a step]
+    """Computes which part of a step's memory is on one device, if a model's layers are on several
+    devices (accelerate's `device_map`). [Note: parts of a step]
 
     Attributes:
         device: the device.
-        layers: indices of the device's layers; not empty.
-        layout: devices and gradients of the model's parts.
-        inputs: bytes that each layer of the model holds from its forward to its backward, for each
-            token over all rows, by the layer's index.
+        layers: indices of the layers on this device; not empty.
+        layout: devices of the model's head and embedding, and bytes of gradients.
+        inputs: dict from the index of each layer of the model to the bytes, for each token over all
+            rows, that the layer holds from its forward to its backward.
     """
 
     device: torch.device
@@ -68,14 +70,18 @@ class DevicePart:
     inputs: Mapping[int, float]
 
     def of_phase(self, phase: Phase, size: float, share: float, tokens: int) -> tuple[float, float]:
-        """Return (index, bytes): the bytes of a phase on this device, while the device's layers up
-        to `index` wait for their backward. The index is infinity in forward and in the head, and -1
-        in backward of the embedding.
+        """Return a pair (index, bytes). The bytes are those in use on this device in a phase of a
+        step. The index is that of the last layer whose saved tensors are then in memory.
+
+        The index is infinity in forward and in the head, whose phases come before all layers'
+        backward. The index is -1 in backward of the embedding, which comes after all layers'
+        backward.
 
         Args:
-            phase: the phase.
+            phase: the phase, such as the backward of layer 35, with its bytes of gradients.
             size: bytes of the phase in a model on one device.
-            share: fraction of the counted gradients that a step adds to a rank's memory.
+            share: fraction of the gradients' bytes that a step adds to this rank's memory; less
+                than 1 if ZeRO or FSDP2 shards gradients.
             tokens: tokens over all rows.
         """
         kind, _, number = phase.name.rpartition(" ")
@@ -120,13 +126,14 @@ def device_of(parameter: nn.Parameter) -> torch.device:
 def find_layout(
     model: nn.Module, layers: Mapping[int, nn.Module], towers: bool = False
 ) -> ModelLayout | None:
-    """Return the devices of a model's parts (`ModelLayout`); None if the model is on one device, or
-    has several stacks of layers.
+    """Return the devices of a model's head and embedding, and the bytes of gradients
+    (`ModelLayout`). None if all parameters are on one device, or if the model has several stacks of
+    layers, as an encoder-decoder has.
 
     Args:
         model: the model.
-        layers: its decoder layers, by index.
-        towers: True if towers run in chunks, too (`StreamConfig.towers`).
+        layers: the model's decoder layers, by index.
+        towers: True if encoders of images and audio run in chunks, too (`StreamConfig.towers`).
     """
     stacks = find_stacks(model, towers).stacks
     if len(stacks) > 1 or len(set(map(device_of, model.parameters()))) < 2:
@@ -169,15 +176,15 @@ def device_part(
     factor: float,
     names: Collection[str],
 ) -> DevicePart | None:
-    """Return the part of a step on one device; None if not every layer's bytes and device are
-    known, or no layer is on the device.
+    """Return the object that computes one device's part of a step's memory (`DevicePart`). None if
+    no layer is on the device, or if the device or bytes of a layer are unknown.
 
     Args:
         device: the device.
-        layout: devices and gradients of the model's parts.
-        costs: device and bytes of each layer, by the layer's index.
-        factor: number by which the counted bytes of the step are multiplied.
-        names: names of the tensors that all layers save in the counted step.
+        layout: devices of the model's head and embedding, and bytes of gradients.
+        costs: dict from a layer's index to the layer's device, and the bytes that it may save.
+        factor: number by which the step's bytes are multiplied for autocast; 1 without autocast.
+        names: names of the tensors that all layers save in the step, as in `StreamConfig.saves`.
     """
     own_layers = []
     for index, cost in sorted(costs.items()):
@@ -199,7 +206,7 @@ def device_part(
 
 
 def _trained_bytes(parameters: Iterable[nn.Parameter]) -> float:
-    """Return the bytes of the gradients of those parameters that are trained."""
+    """Return the bytes of the gradients of those parameters that require gradients."""
     size = 0.0
     for p in parameters:
         if p.requires_grad:
@@ -208,5 +215,6 @@ def _trained_bytes(parameters: Iterable[nn.Parameter]) -> float:
 
 
 def _device_of_first(parameters: Iterable[nn.Parameter], layer: nn.Module) -> torch.device:
-    """Return the device of the first parameter; the device of a layer if there is none."""
+    """Return the device of the first of some parameters; without parameters, that of the layer's
+    first parameter."""
     return device_of(next(iter([*parameters, *layer.parameters()])))

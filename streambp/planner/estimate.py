@@ -39,7 +39,8 @@ BASELINES = (UNPATCHED_RECIPE, CHECKPOINTING_RECIPE, CHECKPOINTING_HEAD_RECIPE)
 
 @dataclasses.dataclass(frozen=True)
 class MethodEstimate:
-    """Memory, FLOPs and seconds of a training step with one method, such as gradient checkpointing.
+    """Memory, FLOPs and seconds of a training step that is run in a certain way: with gradient
+    checkpointing, for example.
 
     Attributes:
         name: name of the `Method`.
@@ -59,8 +60,8 @@ class Estimate:
     """Result of `estimate`: costs of a step with each method, such as gradient checkpointing.
 
     Attributes:
-        profile: the model's counted costs, from which `profile.peak` and other functions predict
-            steps of other lengths and settings.
+        profile: the model's memory and FLOPs, counted on tensors without data. The function
+            `profile.peak` and others predict steps of other lengths and settings from this object.
         setting: the training setting, such as optimizer and number of GPUs.
         seq_len: positions of a row.
         chunk_size: positions of a chunk, on each rank.

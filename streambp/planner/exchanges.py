@@ -20,9 +20,9 @@ from streambp.rates import Rates
 def exchanged_bytes(
     split: SequenceSplit, seq_len: int, setting: Setting
 ) -> tuple[float, float, int, float]:
-    """Return the bytes that a rank exchanges in a step with the ranks that share its sequences. The
-    seconds of these exchanges lengthen the step. The rank's own part, which is not sent, is
-    included.
+    """Return the bytes that a rank exchanges in a step with the ranks that share its sequences, to
+    predict by how much the exchanges lengthen the step. The bytes include the rank's own part,
+    which is not sent.
 
     Args:
         split: the kind of sequence sharding (Ulysses or context parallelism), with its counted
@@ -31,10 +31,11 @@ def exchanged_bytes(
         setting: the training setting, which has the number of ranks.
 
     Returns:
-        Four numbers. Bytes of all-to-alls (Ulysses) or of summed key gradients (context
-            parallelism), for which the step waits. Bytes of gathered keys. Number of groups of
-            heads that are gathered one after the other. Bytes read and written on the device to
-            reorder keys.
+        Four numbers. The first is the bytes of all-to-alls (Ulysses), or of gradients of keys and
+            values that are summed over ranks (context parallelism); the step waits for these. The
+            second is the bytes of gathered keys and values; 0 under Ulysses. The third is the
+            number of groups of heads that are gathered one after the other; 1 under Ulysses. The
+            fourth is the bytes read and written on the device to reorder keys.
     """
     ranks = setting.ranks
     if split.by == ULYSSES:
@@ -73,7 +74,7 @@ def exchange_seconds(
     without sequence sharding.
 
     Args:
-        method: the counted costs of the step.
+        method: the way to run the step, with its exchanged bytes (`Method.split`).
         seq_len: positions of a full row, over all ranks.
         setting: the training setting; None: no exchanges.
         rates: the device's speeds (FLOP/s, bytes/s).

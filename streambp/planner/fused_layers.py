@@ -57,8 +57,8 @@ def fusion(kernels: Kernels, device: str) -> Fusion | None:
 
 def _norm_kernel(ctx: Any, x: Tensor, weight: Tensor, by: Fusion) -> Tensor:
     """Allocate the tensors of a fused norm's forward without computing them, to count memory.
-    Return the output [..., h]. Saved for backward are x [..., h] and one float32 for each row. `by`
-    names the kernel's source, Liger or torch.compile."""
+    Return the output [..., h]. The tensors saved for backward are x [..., h] and a float32 [...]
+    with a number for each row of x. `by` names the kernel's source, Liger or torch.compile."""
     with one_kernel(2 * x.nbytes):
         ctx.save_for_backward(x, x.new_empty(x.shape[:-1], dtype=torch.float32))
         ctx.weight = weight
@@ -144,11 +144,15 @@ def fuse_layers(model: nn.Module, by: Fusion | None) -> int:
     fusion = by or "liger"
 
     def norm(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Allocate the tensors of a fused norm without computing them."""
+        """Allocate the tensors of a fused norm without computing them, to count memory. Replaces
+        the forward of a norm module. Return the output, which has the shape of `hidden_states`
+        [..., h]."""
         return norm_kernel(hidden_states, self.weight, fusion)
 
     def mlp(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Run a gated MLP whose activation makes the allocations of a fused kernel."""
+        """Run a gated MLP on `hidden_states` [..., h], and return the output of its last Linear.
+        Replaces the MLP's forward to count memory: in place of the activation, a fused kernel's
+        tensors are allocated."""
         gate, up, down = (getattr(self, name) for name in GATED_MLP[:3])
         return down(gate_kernel(gate(hidden_states), up(hidden_states), fusion))
 
@@ -174,8 +178,8 @@ def fuse_layers(model: nn.Module, by: Fusion | None) -> int:
 
 
 def is_ligers(function: Any) -> bool:
-    """True if a function or method is defined in a file of liger-kernel. Its kernel needs data, so
-    the function is replaced while memory is counted on tensors without data."""
+    """True if a function or method is defined in a file of liger-kernel. A kernel of Liger needs
+    data, so the function is replaced while memory is counted on tensors without data."""
     return str(getattr(function, "__module__", "")).partition(".")[0] == LIGER
 
 

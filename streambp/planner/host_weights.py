@@ -37,8 +37,9 @@ class HostLayers:
         last: bytes of the last two of these layers, which are still on the device when backward
             begins.
         largest: bytes of the largest of these layers.
-        decoded: bytes of one layer's dequantized 4-bit weights, without the layer's largest weight,
-            whose dequantized copy is already a part of every step's peak.
+        decoded: bytes of one layer's 4-bit weights after dequantization, without the layer's
+            largest weight. The peak of every step includes a dequantized copy of that weight
+            already.
         trained: bytes of the trained weights among these weights; the gradients have as many bytes.
         part: `trained` divided by the bytes of all trained weights of the model.
     """

@@ -152,9 +152,10 @@ def _extent(x: Tensor) -> int:
 
 @contextlib.contextmanager
 def launched_kernels(calls: CountedCalls) -> Iterator[None]:
-    """Context manager in which streambp's Triton kernels (for logits, and for merged attention
-    outputs) count the bytes that they move, without a launch. Plain attention (matrix products and
-    softmax in torch) is counted once for each shape, and its later calls add the same numbers.
+    """Context manager for a step that runs on tensors without data, to count its memory and
+    traffic. Instead of a launch, streambp's Triton kernels (for logits, and for merged attention
+    outputs) add the bytes that they would move. Plain attention (matrix products and softmax in
+    torch) runs once for each shape, and later calls add the numbers of the first.
 
     Args:
         calls: cache of the counted calls.
@@ -178,8 +179,9 @@ def launched_kernels(calls: CountedCalls) -> Iterator[None]:
             return kernel(*args, **kwargs)
 
     def merge(o: Tensor, lse: Tensor, part_o: Tensor, *args: Any) -> None:
-        """Merge attention outputs o and part_o [b, t, H, D], and count the bytes of one kernel
-        launch. The arguments are those of `merge_in_torch`."""
+        """Merge the attention outputs o and part_o [b, t, H, D], of which each is computed over a
+        part of the keys. Count the bytes that a single kernel launch would move for this. The
+        arguments are those of `merge_in_torch`."""
         out, *all_read = args[1:]
         traffic = o.nbytes + part_o.nbytes + out.nbytes
         with one_kernel(traffic):
@@ -187,11 +189,13 @@ def launched_kernels(calls: CountedCalls) -> Iterator[None]:
             merged(o, lse, part_o, *args)
 
     def plain(kernel: MathKernel, function: Callable[..., Any], *args: Any) -> Any:
-        """Return the results of plain attention over one block, forward or backward.
+        """Return the results of attention by matrix products and softmax in torch, over a block of
+        queries and keys, in forward or backward. Calls with known shapes return tensors without
+        values, and add the first such call's memory and FLOPs to the step's.
 
         Args:
-            kernel: the kernel.
-            function: the kernel's method.
+            kernel: the object that computes attention in torch.
+            function: the object's method, forward or backward.
             args: tensors [B, H, T, D], and the block as a `Task`.
         """
         task: Task = args[-1]

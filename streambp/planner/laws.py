@@ -35,12 +35,21 @@ MAX_COUNTED_CHUNKS = 2048
 
 
 class Law(NamedTuple):
-    """Coefficients of a linear function of a step's features, which predicts the step's bytes or
-    FLOPs. The fields are, in order, the coefficients of 1, T, C, N, K, T N, T C, T^2, E and C E.
+    """Coefficients of a linear function that predicts the bytes or FLOPs of a step from features of
+    the step. The class is also used for the features themselves (`Features`), in the same fields.
 
-    T is the tokens of a row, C the tokens of a chunk, N the number of chunks. K is the amount of
-    other ranks' keys (`profile.held_keys`). E is the number of key blocks that a chunk attends to,
-    minus one, summed over the chunks. A step's `Features` have the same fields.
+    Attributes:
+        constant: bytes or FLOPs that depend on no feature.
+        tokens: coefficient of T, the tokens of a row.
+        chunk: coefficient of C, the tokens of a chunk.
+        chunks: coefficient of N, the number of chunks.
+        keys: coefficient of the amount of other ranks' keys on this rank (`profile.held_keys`).
+        tokens_chunks: coefficient of T N.
+        tokens_chunk: coefficient of T C.
+        square: coefficient of T^2.
+        blocks: coefficient of E, the number of key blocks that a chunk attends to, minus one,
+            summed over the chunks. A block is a part of the keys that one kernel call reads.
+        queries_blocks: coefficient of C E.
     """
 
     constant: float = 0.0
@@ -55,9 +64,13 @@ class Law(NamedTuple):
     queries_blocks: float = 0.0
 
     def at(self, step: Features, total: float = 0.0) -> float:
-        """Return the function's value for a step (bytes or FLOPs, for example): `total` plus the
-        sum of coefficient times feature. `step` has the features of the step, such as its tokens
-        and chunks."""
+        """Return the predicted bytes or FLOPs of a step: `total`, plus the sum over all features of
+        coefficient times feature.
+
+        Args:
+            step: the features of the step, such as T and C.
+            total: number to which the sum is added.
+        """
         # no Python loop, because a plan evaluates laws many thousands of times
         return sum(map(operator.mul, self, step), total)
 
@@ -122,9 +135,9 @@ ENCODER_FEATURES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 
 @dataclasses.dataclass(frozen=True)
 class PhaseLaws:
-    """FLOPs, bytes and dispatches of all phases of one kind, as functions of a row's tokens T and a
-    chunk's tokens C. Kinds are "embedding", "forward" and "backward" of all layers, "head" and so
-    on.
+    """FLOPs, bytes and dispatches (operations that torch starts) of one kind of phase in a step, as
+    functions of a row's tokens T and a chunk's tokens C. Kinds are "embedding", "forward" of all
+    layers, "backward" of all layers, "head" and so on.
 
     Attributes:
         name: the kind.
@@ -133,9 +146,9 @@ class PhaseLaws:
         k_block: number of keys in an attention block, the part of the keys that one kernel call
             reads.
         floors: functions in the order of `laws`, which bound the predictions from below; empty: no
-            bound but 0. A step that streams keys and values from the host does all work of a step
-            that has them on the device. The functions in `laws` are fitted through rows of many
-            chunks, and are too low for rows of few chunks.
+            bound but 0. Only steps that copy keys and values from the host for each chunk have such
+            bounds, because `laws` is too low for few chunks. The bound is the cost of the same step
+            with keys and values on the device.
     """
 
     name: str
@@ -144,8 +157,11 @@ class PhaseLaws:
     floors: tuple[Law, ...] = ()
 
     def at(self, step: Features) -> Work:
-        """Return the FLOPs, bytes and dispatches of these phases in a step with the given features
-        (T, C, number of chunks and so on)."""
+        """Return the FLOPs, bytes and dispatches that a step spends in this kind of phase.
+
+        Args:
+            step: the features of the step: T, C, the number of chunks and so on.
+        """
         work = Work(*(max(0.0, law.at(step)) for law in self.laws))
         if not self.floors:
             return work
@@ -153,8 +169,8 @@ class PhaseLaws:
 
 
 def features(tokens: float, chunk: float, keys: float = 0.0, k_block: int = 0) -> Features:
-    """Return the features of a step (1, T, C, number of chunks and so on), in which its costs are
-    linear.
+    """Return the features of a step: numbers such as T, C, T^2 and the number of chunks. The bytes
+    and FLOPs of a step are predicted as linear functions (`Law`) of its features.
 
     Args:
         tokens: T, tokens of a row.
@@ -182,20 +198,22 @@ def features(tokens: float, chunk: float, keys: float = 0.0, k_block: int = 0) -
 def fit_bytes(
     points: Sequence[Point], values: Sequence[Sequence[float]], adds_biases: bool = False
 ) -> list[Law]:
-    """Return bytes as linear functions of T, C and the number of chunks, fitted through counted
-    steps. T is the tokens of a row, and C the tokens of a chunk.
+    """Return linear functions that predict the bytes of a step's phases from T, the tokens of a
+    row, C, the tokens of a chunk, and the number of chunks. The functions are fitted through steps
+    that ran on tensors without data, so that their bytes were counted.
 
-    A function has a constant, and coefficients of T, C and the number of chunks. The last two are 0
-    if all points have C = 0. The last one is 0 for only three points. The last
-    coefficient is that of T C for models with T5's bias, and that of T^2 if all points have C = 0.
+    A function has at most four features: 1, T, C and the number of chunks, in this order. The last
+    is left out for three points. The features are 1 and T if all points have C = 0 (unchunked
+    steps). Models with T5's bias have T C in place of the number of chunks, or T^2 as the third
+    feature of unchunked steps.
 
     Args:
-        points: (T, C) of each counted step.
-        values: [points, n], counted bytes of n phases at each point.
+        points: (T, C) of each step.
+        values: [points, n], bytes of n phases of each step.
         adds_biases: True for models whose attention adds T5's bias.
 
     Returns:
-        The n functions.
+        A function for each of the n phases.
     """
     names_by_kind = BIASED_BYTES_FEATURES if adds_biases else BYTES_FEATURES
     names = names_by_kind[any(c for _, c in points)][: len(points)]
@@ -216,8 +234,9 @@ def fit_bytes(
 def _features_of_work(
     name: str, is_chunked: bool, encoder: Encoder, adds_biases: bool
 ) -> Mapping[str, tuple[str, ...]]:
-    """Return the names of the features on which each field of `Work` depends, by the field's name,
-    for one kind of phase.
+    """Return a dict from each field of `Work` ("products", "traffic" and so on) to the names of the
+    features on which this cost depends, for one kind of phase. Features are T (a row's tokens), C
+    (a chunk's tokens), T^2 and so on. `fit_work` determines a coefficient for each.
 
     Args:
         name: the kind of phase, such as "forward" of all layers.
@@ -260,19 +279,20 @@ def fit_work(
     encoder: Encoder = "",
     adds_biases: bool = False,
 ) -> PhaseLaws:
-    """Return the costs of one kind of phase as linear functions of the features (T, C, number of
-    chunks and so on), fitted through counted steps. T is the tokens of a row, and C the tokens of a
-    chunk. The number of coefficients is at most the number of points.
+    """Return functions that predict the FLOPs, bytes and dispatches of one kind of phase for any
+    step. The functions are linear in features such as T (a row's tokens), C (a chunk's tokens) and
+    the number of chunks. Each function is fitted through steps that ran on tensors without data, so
+    that their costs were counted. A function of n coefficients needs n points or more.
 
     Args:
         name: the kind of phase, such as "forward" of all layers.
-        points: (T, C) of each counted step.
-        costs: the counted costs at each point.
+        points: (T, C) of each step.
+        costs: the phase's counted FLOPs, bytes and dispatches in each step.
         k_block: number of keys in an attention block, the part of the keys that one kernel call
             reads.
-        count_of_own: number of points, from the first on, that were counted for exactly this way to
-            run the step. Bytes copied to and from the host are fitted through these alone, because
-            later points may have other copies. None: all points.
+        count_of_own: number of points, from the first on, through which the bytes copied to and
+            from the host are fitted. Later points were counted for a similar way to run the step,
+            with other copies. None: all points.
         encoder: length of the rows of the model's encoder: "fixed", "same" as the decoder's, or ""
             without encoder.
         adds_biases: True for models whose attention adds T5's bias.

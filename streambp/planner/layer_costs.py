@@ -26,11 +26,13 @@ PLAN_DEVICE = torch.device("cuda", 0)  # the device of all layers in a plan
 def observed_layer_costs(
     skeleton: Skeleton, config: StreamConfig, layers: Iterable[int]
 ) -> tuple[dict[int, LayerCost], bool]:
-    """Return bytes and FLOPs of the tensors that each of these layers may save, by layer index. The
-    second result is True if every layer could also run its unpatched forward with the same results.
+    """Run a step of two chunks on tensors without data, to see which tensors each layer could save
+    for backward. Return a dict from layer index to the bytes of these tensors, and to the FLOPs
+    that saving them avoids. The second result is True if every layer could also run its unpatched
+    forward with the same results.
 
-    The costs come from a step of two chunks. The result is ({}, False) for a model with several
-    backbones. The step changes `skeleton`, which cannot be used again.
+    The result is ({}, False) for a model with several backbones, such as an encoder-decoder. The
+    step changes `skeleton`, which cannot be used again.
 
     Args:
         skeleton: the model, on meta or fake tensors.

@@ -25,12 +25,13 @@ rectangles = masks.rectangular_spans
 
 
 def masks_from_positions() -> contextlib.AbstractContextManager[None]:
-    """Return a context manager in which attention masks of bidirectional layers are evaluated from
-    positions, because the batch's tensors (on meta, or fake) have no values.
+    """Return a context manager for a step on tensors without data (on meta, or fake), whose memory
+    and FLOPs are counted. Inside, the mask function of a bidirectional layer is called with real
+    positions of queries and keys. Only the keys that the function lets a query read are then
+    counted.
 
-    Masks of batches with a padding mask are computed as outside of the context manager. A query
-    counts as reading all keys if the mask depends on values of tensors, because a condition on
-    tensors without values counts as true.
+    All keys count as read if the mask depends on the values of tensors, which do not exist. Batches
+    with a padding mask are computed as outside of the context manager.
     """
     return replace_attribute([masks], "rectangular_spans", [_position_rectangles])
 
@@ -42,8 +43,8 @@ def _position_rectangles(
     (on meta, or fake) have no values. Replaces `masks.rectangular_spans` while a step is run on
     such tensors to count its memory and FLOPs.
 
-    The result is a `DenseMask` if the mask can be evaluated from positions and a query does not
-    read all keys. Otherwise it is the result of `masks.rectangular_spans`.
+    The result is a `DenseMask` if the mask can be computed from positions alone, and some query
+    does not read all keys. Otherwise the result is that of `masks.rectangular_spans`.
 
     Args:
         mask: arguments of transformers' mask function, from which the mask can be computed.
@@ -69,12 +70,14 @@ def _position_rectangles(
 def _reach_and_barriers(
     function: Any, length: int
 ) -> tuple[tuple[tuple[int, int], ...], tuple[Barrier, ...]] | None:
-    """Return two tuples: intervals of keys, and the ranges of positions where no chunk may end.
-    None if every query reads all keys.
+    """Compute two tuples from a mask function: intervals of keys that blocks of queries read, and
+    ranges of positions at which a sequence cannot be cut into chunks. Return None if every query
+    reads all keys.
 
-    Each block of SCAN_TILE_SIZE (a constant) consecutive queries has an interval (first, end) of
-    keys that the block reads; `end` is exclusive. Each query is assumed to read an interval of keys
-    that contains the query. The interval's ends are assumed not to fall from one query to the next.
+    A block is SCAN_TILE_SIZE (a constant) consecutive queries; its interval is (first, end) with
+    `end` exclusive. No chunk may end between two neighbours of which the first reads the second.
+    Only the first and the last query of a block are evaluated. This assumes that each query reads
+    an interval of keys around itself, whose ends never fall from one query to the next.
 
     Args:
         function: transformers' mask function, called with indices of row, head, query and key.

@@ -99,8 +99,8 @@ def stand_in(
     function: Any, kernel: MixerKernel, signature: inspect.Signature, /, *args: Any, **kwargs: Any
 ) -> Any:
     """Call a function of a transformers modeling file, and return its result. If the first argument
-    is a meta or fake tensor, make the allocations of a package's kernel instead of the call, and
-    return tensors without values.
+    is a meta or fake tensor, do not call the function. Instead, allocate the tensors that a
+    package's kernel would allocate, to count their memory, and return tensors without values.
 
     A model with data that trains at the same time uses the same function, and is not affected.
 
@@ -173,8 +173,9 @@ def globals_of(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def uncountable_packages(model: nn.Module) -> list[str]:
-    """Return the names of kernel packages that a model's modeling files import, and whose kernels
-    the planner cannot count. The planner counts transformers' plain torch code in their place."""
+    """Return the names of packages with kernels that a model's modeling files use, but whose memory
+    and FLOPs the planner cannot count. The planner counts transformers' plain torch code in their
+    place."""
     counted_packages = {kernel.package for _, _, kernel in mixers_of(model)}
     imported = set()
     for space in globals_of(model):

@@ -30,13 +30,13 @@ AUDIO_STRIDE = 2  # audio frames of a position of Whisper's encoder
 
 def build_as(config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
     """Return a new model of a configuration. The class is that of a causal language model, except
-    for the configurations below.
+    in the following cases.
 
-    Attention is bidirectional if the configuration has is_causal=False or
-    use_bidirectional_attention, or if its models are masked language models. A bidirectional model
-    has a language-model head, unless `architectures` names a class without head (an embedding
-    model). An encoder-decoder has encoder and decoder. A model of images and text is counted
-    without images.
+    A model has bidirectional attention if the configuration has is_causal=False or
+    use_bidirectional_attention, or if transformers' class for it is a masked language model. A
+    bidirectional model has a language-model head, unless `architectures` names a class without head
+    (an embedding model). An encoder-decoder has encoder and decoder. A model of images and text is
+    counted without images.
 
     Args:
         config: the configuration, which is not changed.
@@ -189,9 +189,14 @@ def refuse_other_biases(model: nn.Module) -> None:
 
 
 def counted_stack(model: nn.Module) -> Stack:
-    """Return the stack of layers that is divided into phases when a step is counted. This stack is
-    the decoder if both stacks of an encoder-decoder stream (T5). In other models this stack is the
-    one with most layers. Layers of another stack belong to the embedding's phases or the head's."""
+    """Return the stack of a model (a module with its list of layers) whose layers are counted
+    separately when the memory of a step is counted. Each forward and each backward of such a layer
+    is a phase.
+
+    The stack is the decoder if both stacks of an encoder-decoder run chunk by chunk (T5). Otherwise
+    the stack has the most layers. Layers of other stacks are counted as parts of the embedding or
+    of the head.
+    """
     stacks = find_stacks(model).stacks
     decoders = []
     for stack in stacks:

@@ -50,11 +50,13 @@ def page(
     Args:
         plan: the plan at the start, with the initial state of the controls.
         name: the model's name, for the heading.
-        other_profiles: counted costs of the same model with other training (LoRA, for example), by
-            the page's labels for the training. None: only the plan's own training is on the page.
+        other_profiles: dict from the page's label for a kind of training (LoRA, for example) to the
+            model's memory and FLOPs under this training. None: only the plan's own training is on
+            the page.
         training: label of the plan's own training.
-        unfused: counted costs without fused kernels, by the same labels, one for each profile on
-            the page. A switch on the page selects them. None or empty: the page has no switch.
+        unfused: memory and FLOPs without fused kernels, by the same labels, for each profile on the
+            page. A switch on the page selects these profiles. None or empty: the page has no
+            switch.
     """
     memory = plan.memory
     setting = plan.setting

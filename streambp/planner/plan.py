@@ -188,7 +188,7 @@ class Plan:
     and the longest sequences.
 
     Attributes:
-        profile: the model's counted costs.
+        profile: the model's memory and FLOPs, counted on tensors without data.
         setting: the training setting: number of GPUs, ZeRO stage, optimizer and so on.
         memory: memory limits of each rank.
         seq_len: positions of a row; 0 if "max" was requested and no row fits.
@@ -362,7 +362,7 @@ def plan_profile(
     move to host memory. The fastest of all these steps is chosen.
 
     Args:
-        profile: the model's counted costs.
+        profile: the model's memory and FLOPs, counted on tensors without data.
         seq_len: positions of a row; "max": the most that fit under streambp.
         memory: memory limits of each rank.
         setting: the training setting: number of GPUs, ZeRO stage, optimizer, weights and so on.
@@ -471,7 +471,7 @@ def allow_host_weights(profile: Profile, setting: Setting) -> Setting:
     several GPUs, and if no layer has weights that can move.
 
     Args:
-        profile: the model's counted costs, with the bytes of each layer's weights.
+        profile: the model's counted memory and FLOPs, with the bytes of each layer's weights.
         setting: the training setting.
     """
     on_host = put_weights_on_host(profile, setting)
@@ -514,7 +514,7 @@ def _timed(
     fits into memory. If none fits, the step has the smallest chunk size.
 
     Args:
-        profile: the model's counted costs.
+        profile: the model's memory and FLOPs, counted on tensors without data.
         method: the method, such as gradient checkpointing.
         seq_len: positions of a row.
         memory: memory limits of each rank.
@@ -552,7 +552,7 @@ def choose(
     between them, then the largest chunk.
 
     Args:
-        profile: the model's counted costs.
+        profile: the model's memory and FLOPs, counted on tensors without data.
         methods: the methods to try, such as gradient checkpointing.
         seq_len: positions of a row.
         memory: memory limits of each rank.
@@ -603,7 +603,7 @@ def options(
     An unpatched method has no chunks and yields one `Choice`.
 
     Args:
-        profile: the model's counted costs.
+        profile: the model's memory and FLOPs, counted on tensors without data.
         methods: the methods to try, such as gradient checkpointing.
         seq_len: positions of a row.
         memory: memory limits of each rank.
@@ -651,7 +651,7 @@ def place_weights(
     device, and "cpu" moves all layers. Unpatched steps keep all weights on the device.
 
     Args:
-        profile: the model's counted costs.
+        profile: the model's memory and FLOPs, counted on tensors without data.
         method: the method of the step.
         seq_len: positions of a row.
         chunk_size: positions of a chunk.
@@ -678,7 +678,7 @@ def set_room(profile: Profile, memory: Memory, setting: Setting) -> Setting:
     values gathered from other ranks.
 
     Args:
-        profile: the model's counted costs, with the bytes of weights and optimizer state.
+        profile: the model's counted memory, with the bytes of weights and optimizer state.
         memory: memory limits of each rank.
         setting: the training setting.
     """
@@ -702,7 +702,7 @@ def longest_sequence(
     larger chunks. Such a method is tried with every chunk size.
 
     Args:
-        profile: the model's counted costs.
+        profile: the model's memory and FLOPs, counted on tensors without data.
         method: the method, such as gradient checkpointing.
         memory: memory limits of each rank.
         setting: the training setting.
@@ -749,7 +749,7 @@ def _levers(profile: Profile, seq_len: int, memory: Memory, setting: Setting) ->
     is less than 5 % longer than `seq_len`.
 
     Args:
-        profile: the model's counted costs.
+        profile: the model's memory and FLOPs, counted on tensors without data.
         seq_len: positions of the longest sequence that fits without a change.
         memory: memory limits of each rank.
         setting: the training setting.

@@ -71,10 +71,12 @@ class Heads(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class SequenceSplit:
-    """The kind of sequence sharding of a counted step, and the bytes that ranks exchange in it.
+    """The kind of sequence sharding of a step, and the bytes that ranks exchange in the step, as
+    counted on tensors without data.
 
-    "Keys" are keys and values here. A rank's shard is its part of a sequence. Bytes that the other
-    kind of sharding does not have are 0.
+    "Keys" are keys and values here. A rank's shard is the part of a sequence that the rank holds.
+    Ulysses has no `gathered` and `summed` bytes, and context parallelism no `traded` bytes; these
+    are 0.
 
     Attributes:
         by: kind of sharding: "DeepSpeed Ulysses" or "context parallelism".
@@ -110,8 +112,9 @@ class SequenceSplit:
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """One way to run a training step, such as gradient checkpointing, with its counted costs as
-    functions of a row's tokens T and a chunk's tokens C.
+    """Way to run a training step, such as gradient checkpointing, with its memory and FLOPs as
+    functions of a row's tokens T and a chunk's tokens C. The functions are fitted through steps
+    that ran on tensors without data.
 
     Attributes:
         name: name of this way, such as "checkpointing" or "streambp saves attn_out".
@@ -120,7 +123,8 @@ class Method:
         prefix_on_host: True if a layer's keys and values are streamed from the host
             (`StreamConfig.gpu_memory`).
         chunked: True if the sequence is cut into chunks of C; otherwise C has no effect.
-        first: memory of each phase of a step whose gradients are None at its start.
+        first: memory of each phase (the forward or backward of a layer, for example) of a step
+            whose gradients are None at the start.
         accumulating: memory of each phase of a step that adds to existing gradients.
         host: bytes of host memory.
         work: FLOPs and bytes read and written, by kind of phase, summed over the ranks that share a
@@ -216,7 +220,8 @@ class Profile:
         trained: bytes that each layer's trained weights take in host memory, if moved there; 0 for
             layers with frozen weights.
         without_adapters: names of Linears that peft refuses to adapt, or that do not exist.
-        assumed: texts on what the counted costs assume of a model that is no causal language model.
+        assumed: texts on the assumptions of the count about a model that is no causal language
+            model.
     """
 
     model: str
@@ -237,8 +242,8 @@ class Profile:
     assumed: tuple[str, ...] = ()
 
     def method(self, name: str) -> Method:
-        """Return the counted costs of a way to run a step, by the way's name, such as
-        "checkpointing".
+        """Return the `Method` with this name: a way to run a step, such as "checkpointing", with
+        its counted memory and FLOPs.
 
         Raises:
             ConfigError: no way with this name was counted.
@@ -408,8 +413,8 @@ def peak(profile: Profile, method: Method, seq_len: int, chunk_size: int, settin
     the peak occurs.
 
     Args:
-        profile: the model's counted costs.
-        method: the way to run the step, such as gradient checkpointing, with its counted costs.
+        profile: the model's memory and FLOPs, counted on tensors without data.
+        method: the way to run the step, such as gradient checkpointing, with its counted memory.
         seq_len: positions of a row (of the full sequence, if ranks share it).
         chunk_size: positions of a chunk.
         setting: the training setting.
@@ -474,7 +479,7 @@ def work(
     rank.
 
     Args:
-        method: the way to run the step, with its counted costs.
+        method: the way to run the step, with its counted memory and FLOPs.
         seq_len: positions of a row (of the full sequence, if ranks share it).
         chunk_size: positions of a chunk on one rank.
         setting: the training setting; None: one rank.
@@ -500,11 +505,12 @@ def work(
 
 
 def held_keys(split: SequenceSplit | None, tokens: float, setting: Setting) -> float:
-    """Return the amount of other ranks' keys and values on a rank. Each phase of a step needs a
-    constant number of bytes for each unit of this amount.
+    """Return an amount, in tokens, that measures the keys and values of other ranks' tokens on a
+    rank. The memory of a phase of a step is linear in this amount.
 
-    Ulysses: the shard's tokens, times the number of ranks that hold copies of the same keys.
-    Context parallelism: the tokens of full sequences, times the number of heads gathered at a time.
+    Under Ulysses the amount is the shard's tokens times the number of ranks with copies of the same
+    keys. Under context parallelism the amount is the tokens of full sequences times the number of
+    heads that are gathered at a time.
 
     Args:
         split: kind of sequence sharding; None: no sharding, and the amount is 0.
@@ -523,8 +529,9 @@ def held_keys(split: SequenceSplit | None, tokens: float, setting: Setting) -> f
 
 
 def available_methods(profile: Profile, setting: Setting) -> tuple[Method, ...]:
-    """Return the counted methods (ways to run a step) that the ranks of this setting can run: all
-    unpatched methods, and the chunked ones with the setting's kind of sequence sharding.
+    """Return the methods (ways to run a step) of a profile that are possible with this setting. The
+    result has all unpatched methods, and the chunked methods that were counted with the setting's
+    kind of sequence sharding.
 
     The tokens of unpatched methods are assumed to be shared evenly among the ranks.
 
@@ -563,7 +570,7 @@ def flops(method: Method, seq_len: int, chunk_size: int, setting: Setting | None
     """Return the FLOPs of one step, summed over all ranks that share the sequence.
 
     Args:
-        method: the way to run the step, with its counted costs.
+        method: the way to run the step, with its counted memory and FLOPs.
         seq_len: positions of a row (of the full sequence, if ranks share it).
         chunk_size: positions of a chunk on one rank.
         setting: the training setting; None: one rank.
@@ -598,8 +605,8 @@ def from_json(data: Mapping[str, Any]) -> Profile:
 
 
 def method_as_json(method: Method) -> dict[str, Any]:
-    """Return the counted costs of one way to run a step as nested dicts, lists, numbers and
-    strings. `method_from_json` restores the method."""
+    """Return a `Method` (a way to run a step, with its memory and FLOPs) as nested dicts, lists,
+    numbers and strings, for a file. `method_from_json` restores the method."""
     return dataclasses.asdict(method)
 
 

@@ -520,8 +520,12 @@ def tree_lines(node: Node, depth: int = 0) -> list[str]:
 
 
 def columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Return rows of cells as lines of text with aligned columns; the first column is flush
-    left."""
+    """Return a table as lines of text with aligned columns. The first column is flush left, and the
+    others are flush right.
+
+    Args:
+        rows: the cells of each row; all rows have equally many cells.
+    """
     widths = []
     for index in range(len(rows[0])):
         widths.append(max(len(row[index]) for row in rows))

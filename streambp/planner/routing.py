@@ -28,8 +28,9 @@ VALUE_READERS = frozenset({aten.nonzero.default, aten._to_copy.default})
 def answer(
     func: Any, tensor: Tensor, rows: int, experts: int
 ) -> Tensor | tuple[tuple[int, int], torch.dtype] | None:
-    """Return an assumed result for an operation that reads values of a meta or fake tensor [...],
-    if the tensor has the form of a routing of tokens to experts. None for all other tensors.
+    """Return an assumed result for an operation that reads values of a tensor without data [...]
+    (on meta, or fake), when a step of an MoE model is counted. None unless the tensor has a form in
+    which models store the routing of tokens to experts.
 
     Each expert gets an equal share of the tokens. The kind of result depends on the operation. A
     cast to the CPU gets a tensor [experts] with data, the number of tokens of each expert. A

@@ -30,16 +30,17 @@ UNCHUNKED_BIASED_POINTS: tuple[tuple[Point, ...], ...] = (
 def biased_points_for(
     at: Point | None, chunked: bool, on_gpu: bool
 ) -> tuple[tuple[Point, ...], ...]:
-    """Return the row lengths and chunk sizes (T, C) at which steps are counted, for models whose
-    attention adds T5's bias. Bytes of such a model have a part that grows with T^2, or with T C in
-    chunks.
+    """Return the points (T, C), row length and chunk size, at which steps run on tensors without
+    data to count their bytes, for models whose attention adds T5's bias. The bytes of such a model
+    grow with T^2, or with T C if the sequence is chunked.
 
-    The result has one or two groups of points. A function is fitted through each group, and the
-    larger value counts. The functions of the first of two groups are linear. Bytes are convex in T,
-    so a line through short rows is no upper bound for longer ones.
+    The points are in at most two groups: short rows, and long rows. A function is fitted through
+    each group, and the larger value is the prediction. A single line through short rows would be
+    too low for long rows, because bytes are convex in T.
 
     Args:
-        at: (T, C) where the functions are most accurate; None: functions for any length.
+        at: (T, C) for which the prediction is made, so that points near it are chosen; None: points
+            for predictions at any length.
         chunked: True for steps that are computed chunk by chunk.
         on_gpu: True for kernels and memory of a GPU, False for those of a CPU.
     """
@@ -65,21 +66,22 @@ def points_for(
     states: bool,
     tiles: bool,
 ) -> tuple[Point, ...]:
-    """Return the row lengths and chunk sizes (T, C) at which steps are counted, so that memory and
-    FLOPs can be fitted as functions of T and C. C is 0 for steps that are not chunked.
+    """Return the points (T, C), row length and chunk size, at which steps run on tensors without
+    data. The memory and FLOPs of the steps are counted, and functions of T and C are fitted through
+    the counts. C is 0 for steps that are not chunked.
 
     Rows are longer than the attention kernels' block of keys, unless the row in `at` is shorter.
-    Each row has the fewest chunks that determine the fitted functions: a first, some inner and a
-    last chunk. Rows have more chunks if K and V come from the host, or if plain matrix products
-    compute attention.
+    Counts are fast for few chunks, so each row has only a first, some inner and a last chunk. Rows
+    have more chunks if K and V come from the host, or if plain matrix products compute attention.
 
-    Layers with recurrent states save a state for each chunk. A third chunk size then separates the
-    effect of the number of chunks from the effect of the chunk size. Such rows have
-    more chunks, too. States of several layers would be copied to the host at the same time if the
-    rows had few chunks, unlike in longer rows.
+    Layers with recurrent states save a state for each chunk. A third chunk size separates the
+    effect of the number of chunks from the effect of the chunk size. The rows have more chunks,
+    too: in rows of few chunks, states of several layers would be copied to the host at the same
+    time, unlike in long rows.
 
     Args:
-        at: (T, C) where the functions are most accurate; None: functions for any length.
+        at: (T, C) for which the prediction is made, so that points near it are chosen; None: points
+            for predictions at any length.
         chunked: True for steps that are computed chunk by chunk.
         fused: True if a fused kernel computes attention; False for plain matrix products.
         states: True for layers with recurrent states.
@@ -124,17 +126,17 @@ def points_for(
 
 
 def points_of_more_chunks(points: tuple[Point, ...], at: Point | None) -> tuple[Point, ...]:
-    """Return row lengths and chunk sizes (T, C) like `points`, with one more chunk in each row. The
-    result is empty if the rows of `points` have four chunks or more, or if the row in `at` is
-    shorter than these rows.
+    """Return points (T, C), row length and chunk size, like `points` but with an additional chunk
+    in each row. Return () if the rows of `points` have four chunks already, or if `at` is shorter
+    than the new rows.
 
-    Steps that move attention outputs to the host need these points. The device holds copies of one
-    more layer if a row has four chunks or more. Memory is the larger of two functions: one is
-    fitted through `points`, and one through the result.
+    Steps that move attention outputs to the host need more device memory in rows of four chunks or
+    more: the copies of an additional layer. A function of T and C is therefore fitted through
+    `points`, and a second through the result. The larger value is the predicted memory.
 
     Args:
         points: (T, C) of steps in chunks, from `points_for`.
-        at: (T, C) where the functions are most accurate; None: functions for any length.
+        at: (T, C) for which the prediction is made; None: any length.
     """
     (length, large), (small_length, small), (longer, _) = points[:3]
     if length >= 4 * large or (at is not None and at[0] < longer + large):

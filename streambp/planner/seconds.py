@@ -54,7 +54,7 @@ def seconds(
     """Return the predicted seconds of a training step (forward and backward) on one rank.
 
     Args:
-        method: the way to run the step, with its counted costs.
+        method: the way to run the step, with its counted memory and FLOPs.
         seq_len: positions of a row.
         chunk_size: positions of a chunk.
         rates: the device's speeds (FLOP/s, bytes/s).
@@ -125,7 +125,7 @@ def min_hiding_length(
     every length up to 2^24 positions.
 
     Args:
-        method: the way to run the step, with its counted costs.
+        method: the way to run the step, with its counted memory and FLOPs.
         chunk_size: positions of a chunk.
         rates: the device's speeds (FLOP/s, bytes/s).
         setting: the training setting, with the layers whose weights are on the host.

@@ -38,16 +38,16 @@ MIN_KEY_BYTES = 256  # bytes; smaller tensors are indices and no keys
 
 
 class SplitCount(StepCount):
-    """Dispatch mode that counts a step on one of the ranks that share sequences. Bytes of other
-    ranks' keys, values and their gradients ("keys of other ranks") are separate from all other
-    bytes.
+    """Dispatch mode that counts the costs of a step on one of the ranks that share sequences. The
+    mode counts the bytes of keys and values of other ranks' tokens, and of their gradients, apart
+    from all other bytes. The attributes call all of these "keys of other ranks".
 
     Attributes:
         links: five numbers of bytes so far, in this order. All-to-alls of queries and outputs,
             all-to-alls of keys, gathered keys, gradients of keys sent to be summed, and keys moved
-            on the device by reordering. `work.traffic` has no bytes of the last number.
-        max_other_bytes: dict from the bytes of live keys of other ranks to the most other bytes
-            that were live at the same time, since `reset_peak`.
+            on the device by reordering. The last is not a part of `work.traffic`.
+        max_other_bytes: dict from each number of live bytes of keys of other ranks, since
+            `reset_peak`, to the largest number of all other bytes that were live at the same time.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -89,11 +89,11 @@ class SplitCount(StepCount):
         self.peak = max(previous, self.peak)
 
     def _note(self, live: int) -> None:
-        """Record in `max_other_bytes` the largest number of live bytes other than keys of other
-        ranks, for the present number of bytes of such keys.
+        """Update the entry of `max_other_bytes` for the present number of bytes of keys and values
+        of other ranks. The entry is the largest number of all other live bytes.
 
         Args:
-            live: all bytes that exist now, keys of other ranks included.
+            live: all bytes that exist now, including these keys and values.
         """
         self.max_other_bytes[self._keys] = max(
             self.max_other_bytes.get(self._keys, 0), live - self._keys
@@ -102,8 +102,8 @@ class SplitCount(StepCount):
 
 @contextlib.contextmanager
 def _keys_allocated() -> Iterator[None]:
-    """Context manager for code that allocates keys and values of other ranks' tokens, or gradients
-    of such keys and values. Functions may have this context manager as a decorator, too.
+    """Context manager for code that allocates keys and values of other ranks' tokens, or their
+    gradients, in a step on tensors without data. Also used as a decorator of functions.
 
     Each running `SplitCount` counts the storages allocated inside as "keys of other ranks", a
     single sum that is separate from all other bytes.
@@ -134,12 +134,12 @@ def _exchange(shards: Shards, parts: Tensor) -> Tensor:
 
 
 def _collective(names: tuple[str, ...]) -> Callable[..., SimpleNamespace]:
-    """Return a replacement for a collective of torch.distributed, for a counted step on one rank.
-    The replacement exchanges nothing, and adds bytes to `links` of every running `SplitCount`.
+    """Return a replacement for a collective of torch.distributed, for a step on tensors without
+    data that counts the costs of one rank. The replacement exchanges nothing, and adds the bytes to
+    `links` of every running `SplitCount`.
 
-    An all-gather of keys and values adds the bytes of the result to the gathered keys. The result
-    then counts as keys of other ranks. A reduce-scatter of the gradients of keys and values adds
-    the bytes that this rank would send to the gradients of keys.
+    An all-gather adds the bytes of its result, which from then on count as keys of other ranks. A
+    reduce-scatter adds the bytes that this rank would send: gradients of keys and values.
 
     Args:
         names: names that the collective has in torch's versions. `GATHER` stands for the
@@ -170,8 +170,9 @@ def _collective(names: tuple[str, ...]) -> Callable[..., SimpleNamespace]:
 def split_over(
     by: str, ranks: int, rows: int, length: int, head_counts: set[Heads] | None = None
 ) -> Iterator[None]:
-    """Context manager in which patched models treat their batch as the first rank's shard of longer
-    sequences, without other processes. A step with sharded sequences is counted inside.
+    """Context manager in which patched models treat their batch as the first rank's part (shard) of
+    longer sequences, although no other processes exist. A step with sharded sequences runs inside
+    on tensors without data, to count its costs.
 
     Under context parallelism, keys are gathered one key/value head at a time.
 
@@ -204,8 +205,9 @@ def split_over(
         return start(self, parts, heads)
 
     def own_gradients(self: Any, *arguments: Any) -> list[Tensor]:
-        """Return the gradients of this rank's own keys and values. The bytes of these gradients do
-        not count as keys of other ranks."""
+        """Return the gradients of this rank's own keys and values, from the original function. The
+        running `SplitCount`s do not count the bytes of these gradients as "keys of other ranks".
+        `arguments` are those of the original function."""
         gradients = counted_gradient(self, *arguments)
         for count in running_counts(SplitCount):
             for x in tensors(gradients):  # no keys, because they belong to this rank's tokens
@@ -268,13 +270,13 @@ def lines_of_keys(
     lengths: Sequence[int],
     ranks: int,
 ) -> list[list[PhaseMemory]]:
-    """Return the phases of each counted step (a step on tensors without data). The memory of a
-    phase is given as `peak` + `per_key` * amount, for the amount of other ranks' keys and values
-    that `profile.held_keys` returns.
+    """Return phases whose memory is a linear function of the amount of other ranks' keys and values
+    on a rank (`profile.held_keys`): `peak` + `per_key` * amount. The functions are computed from
+    `max_other_bytes` of the phases, which were counted on tensors without data.
 
-    A phase that holds different amounts of these keys over time has several linear functions, and
-    occurs once for each. The planner predicts memory as the maximum of these functions, for any
-    number of ranks.
+    A phase that has different amounts of these keys in memory over time occurs several times in the
+    result, each time with another function. The planner predicts memory for any number of ranks as
+    the maximum of the functions.
 
     Args:
         phases: the phases of each counted step, in order. The steps differ in row length and chunk

@@ -33,8 +33,8 @@ ACCUMULATION_DTYPE = torch.float32
 
 
 def _rows(x: Tensor) -> Tensor:
-    """Return x [...] if its last dimension is contiguous, otherwise a contiguous copy, because the
-    counted kernel makes such a copy."""
+    """Return x [...] if its last dimension is contiguous, otherwise a contiguous copy. The kernel
+    whose memory is counted makes this copy, too."""
     if x.stride(-1) == 1:
         return x
     return x.contiguous()

@@ -122,8 +122,8 @@ def key_of(model: nn.Module, config: StreamConfig, cast: torch.dtype | None) -> 
 
 
 def read(key: str | None) -> StoredCount | None:
-    """Return the counted costs of a training step that an earlier process has stored under this
-    key. None if the key is None, or if the file does not exist or is damaged.
+    """Return the memory and FLOPs of a training step that an earlier process has counted and stored
+    under this key. None if the key is None, or if the file does not exist or is damaged.
 
     Args:
         key: result of `key_of`, by which the file is named.
@@ -138,7 +138,7 @@ def read(key: str | None) -> StoredCount | None:
 
 
 def _restore(key: str, entries: Mapping[str, Any]) -> StoredCount:
-    """Return the counted costs of a training step from the entries of a file.
+    """Return the counted memory and FLOPs of a training step from the entries of a file.
 
     Args:
         key: the result of `key_of` for the present model, by which the file is named.
@@ -157,13 +157,13 @@ def _restore(key: str, entries: Mapping[str, Any]) -> StoredCount:
 
 
 def store(key: str | None, count: StoredCount) -> None:
-    """Write the counted costs of a training step to the file that is named by its key, for later
-    processes with the same model. Nothing is raised if the file cannot be written. Beyond MAX_FILES
-    files, the oldest are deleted.
+    """Write the counted memory and FLOPs of a training step to a file, from which later processes
+    with the same model read them. The key is the file's name. Nothing is raised if the file cannot
+    be written. Beyond MAX_FILES files, the oldest are deleted.
 
     Args:
         key: result of `key_of`; None: nothing is written.
-        count: the costs.
+        count: the counted memory and FLOPs.
     """
     if key is None:
         return

@@ -115,7 +115,7 @@ def best_change(
     Args:
         base_plan: the plan whose setting changes.
         seq_len: the requested length of sequences; "max": the longest that fits.
-        profile: the counted costs of the model under `training`.
+        profile: the counted memory and FLOPs of the model under `training`.
         training: the kind of training, if it differs from the plan's; None: the plan's own, so that
             the plan's own setting is left out.
         max_seconds: the most seconds that a step of the plan may take.
@@ -172,7 +172,7 @@ def remedies(
         plan: the plan that does not fit.
         seq_len: the requested length of sequences; "max": the longest that fits.
         training: the kind of training that was requested.
-        count: function that returns the counted costs of the model under a kind of training, called
+        count: function that returns the model's memory and FLOPs under a kind of training, called
             only while no change keeps the layers' weights on the device.
     """
     remedy_count = 0
@@ -216,7 +216,7 @@ def _fewer_tokens(
     Args:
         plan: the plan that does not fit.
         seq_len: the requested length of sequences; "max": the longest that fits.
-        profile: the counted costs of the model under `training`.
+        profile: the counted memory and FLOPs of the model under `training`.
         training: the kind of training, if it differs from the plan's; None: the plan's own.
     """
     if seq_len == "max" and training is None:
@@ -293,7 +293,7 @@ def faster_changes(
     Args:
         plan: the plan that fits.
         training: the plan's kind of training.
-        count: function that returns the counted costs of the model under a kind of training, called
+        count: function that returns the model's memory and FLOPs under a kind of training, called
             only if more device memory would make the step faster.
     """
     seconds = seconds_of(plan)
@@ -314,8 +314,8 @@ def faster_changes(
 
 
 def profile_of(training: Training, count: Callable[[Training], Profile]) -> Profile | None:
-    """Return the counted costs of a model under a kind of training, from `count`; None if `count`
-    raises, because the model cannot have adapters for example."""
+    """Return `count(training)`: the counted memory and FLOPs of a model under a kind of training.
+    None if this raises an error, for example because the model cannot have adapters."""
     try:
         return count(training)
     except Exception:  # peft and transformers raise anything for models without usual Linears
