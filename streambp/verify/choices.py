@@ -11,9 +11,9 @@ from torch.overrides import TorchFunctionMode
 
 
 class CountedChoices(TorchFunctionMode):
-    """Context manager that counts the indices returned by `torch.topk`, for example the experts of
-    each token. `verify` compares the counts of two runs: a run with other experts proves nothing
-    about gradients.
+    """Context manager that counts the results of `torch.topk`: indices, for example of each token's
+    experts in an MoE router. `verify` compares the counts of a model with and without streambp:
+    gradients are only comparable if both runs chose the same experts.
 
     The counts do not depend on chunks or on the order of rows.
 
@@ -39,9 +39,9 @@ class CountedChoices(TorchFunctionMode):
         """Return the number of rows whose indices were counted here and not in `other_choices`. A
         row is a token with the indices of its experts, for example.
 
-        Sizes for which the two objects counted different numbers of rows are ignored. Sparse
-        attention has such sizes: `topk` selects among the keys so far, and their number depends on
-        the chunks.
+        Counts are compared separately for each size of the dimension in which topk selects. A size
+        is ignored if the two objects counted different numbers of rows. This happens in sparse
+        attention, whose `topk` selects among the keys so far: this size depends on the chunks.
         """
         sizes = self.counts.keys() & other_choices.counts.keys()
         comparable = []

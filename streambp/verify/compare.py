@@ -89,23 +89,24 @@ def verify(
     said: Callable[[str, float], None] | None = None,
     **fields: Any,
 ) -> Verification:
-    """Compare the streamed gradients of `model` with the unpatched ones, and return the verdict.
+    """Compare the gradients of a model that is patched (computed chunk by chunk) with those of the
+    unpatched model, on random tokens. Return the verdict: exact or not.
 
     Args:
         model: an unpatched causal language model on one device. Gradients and training flags are
             restored afterwards. Dropout is off during the test, because it draws other random
             numbers in each chunk.
-        seq_len: tokens of the single random row; about a quarter of them have no label.
-        chunk_size: must result in at least four chunks, the last one shorter than the others; None:
-            chosen automatically.
+        seq_len: tokens of the single random row; about a quarter of the tokens have no label.
+        chunk_size: must give four chunks or more, of which the last is the shortest; None:
+            automatic.
         seed: seed of the random tokens.
         left_padding: number of padding tokens at the start of the row.
         said: progress callback, called with a text and a fraction from 0 to 1; None: no callback.
-        saves, fields: settings of the streamed run, the arguments of `StreamConfig`.
+        saves, fields: settings of the patch, arguments of `StreamConfig`.
 
     Raises:
-        StreamBPError: the model cannot be streamed, or cannot be judged in this way. A failed
-            verdict raises nothing.
+        StreamBPError: the model cannot run in chunks, or cannot be judged in this way. Nothing is
+            raised if gradients are not exact.
     """
     return compare_methods(
         model, (), seq_len, chunk_size, saves, seed, left_padding, said, **fields
@@ -123,20 +124,20 @@ def compare_methods(
     said: Callable[[str, float], None] | None = None,
     **fields: Any,
 ) -> Comparison:
-    """Compare the gradients of streaming and of other methods with the unpatched model's. Return
-    the verdicts.
+    """Compare the gradients of a model under streambp, and under other methods (ways to train),
+    with the unpatched model's. Return the verdicts.
 
     Args:
-        model: as for `verify`.
+        model: the model, like that of `verify`.
         against: other methods: "unpatched", "checkpointing", "trl" or "liger", or a function. The
             function gets a copy of the model with the same parameters, may change the copy, and
             returns its forward: a function of the model's arguments whose result has a loss.
-            Methods are judged as streaming is, on the same tokens. If there are any, the peak
-            memory and the seconds of a step are measured for each method and for streaming.
-        seq_len, chunk_size, saves, seed, left_padding, said, fields: as for `verify`.
+            Methods are judged like streambp, on the same tokens. Peak memory and seconds of a step
+            are measured for streambp and each method, unless `against` is empty.
+        seq_len, chunk_size, saves, seed, left_padding, said, fields: arguments of `verify`.
 
     Raises:
-        StreamBPError: as for `verify`, or a method cannot run on this model.
+        StreamBPError: the model or a method cannot run, or cannot be judged in this way.
     """
     check_methods(against)
     config = StreamConfig(chunk_size=pick_chunk_size(seq_len, chunk_size), saves=saves, **fields)
@@ -184,7 +185,7 @@ def compare_methods(
 
 
 def _say_nothing(text: str, fraction: float) -> None:
-    """Ignore a report of progress. This is the default of the argument `said`."""
+    """Ignore a report of progress: the callback that is used if the caller passed none (`said`)."""
 
 
 def _unused_parameters(model: nn.Module, runs: tuple[VerifyRun, ...]) -> list[str]:
@@ -210,14 +211,14 @@ def _judge(
     wide: torch.dtype,
     progress: ProgressCallback,
 ) -> BatchResults:
-    """Return the results for one batch. The gradients of the streamed model, the unpatched model
-    and every other method are compared with the gradients of a reference in dtype `wide`. The
-    verdict's notes name the parts of the model that did not stream.
+    """Compare the gradients of one batch, from the patched model, the unpatched model and every
+    other method, with a reference in dtype `wide`. Return the results, with notes on parts of the
+    model that did not run chunk by chunk.
 
     Args:
         model: the model, unpatched.
         against: the other methods (ways to train), such as "checkpointing".
-        config: settings of the streamed run.
+        config: settings of the patch.
         batch: arguments of the model, by name.
         narrow: the least precise dtype of the parameters.
         wide: dtype of the reference, a copy of the model on the host.
@@ -294,10 +295,10 @@ class GradientErrors(NamedTuple):
 
 class BatchResults(NamedTuple):
     """Results for one batch of random tokens. `compare_methods` draws another batch if the streamed
-    run fails on this one and chose other experts than the unpatched run.
+    run (under streambp) fails on the batch and chose other experts than the unpatched run.
 
     Attributes:
-        verification: the verdict on streaming.
+        verification: the verdict on the streamed run.
         runs: the streamed run, the unpatched run, and the run of each method in `against`.
         method_errors: the errors of each method in `against`, such as "checkpointing": distances of
             its gradients from the truth's.
@@ -319,7 +320,7 @@ def _rate(
         distances: dict from parameter names to lists. Each list has the norm of the truth's
             gradient, the gradient's number of elements, and the distance of each run's gradient
             from the truth's.
-        runs: the streamed run, the unpatched run, and the runs of other methods (ways to train).
+        runs: the run under streambp, the unpatched run, and runs of other methods (ways to train).
         number: index of the run.
     """
     unpatched = runs[1]
@@ -468,7 +469,7 @@ def _make_batch(model: nn.Module, seq_len: int, seed: int, left_padding: int = 0
 def _set_gradients_aside(model: nn.Module) -> Iterator[None]:
     """Context manager in which the model is in eval mode and every `.grad` is None.
 
-    At the end the model is unpatched, and its training flags and gradients are restored.
+    The end unpatches the model, and restores training flags and gradients.
     """
     training = [(module, module.training) for module in model.modules()]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
@@ -487,13 +488,13 @@ def _set_gradients_aside(model: nn.Module) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class VerifyRun:
-    """Results of one step of a model: streamed, unpatched, or with another method of training.
+    """Results of one step of a model: under streambp, unpatched, or with another way to train.
 
     Attributes:
         loss: the unscaled loss.
         gradients: `.grad` of each parameter by name, on the host.
-        streamed_layers: number of layers that streamed.
-        choices: counts of the experts that routers chose in forward.
+        streamed_layers: number of layers whose backward ran chunk by chunk.
+        choices: counts of the experts that MoE routers chose in forward.
     """
 
     loss: float
@@ -530,7 +531,8 @@ def _backward(
     scale: float,
     context: contextlib.AbstractContextManager[Any],
 ) -> tuple[float, int]:
-    """Run forward and backward. Return the unscaled loss, and the number of layers that streamed.
+    """Run forward and backward. Return the unscaled loss, and the number of layers that streambp
+    computed chunk by chunk.
 
     Args:
         model: the model, its copy in a wider dtype (the truth), or another method's forward.
@@ -558,7 +560,7 @@ def _run_streamed(
     model: nn.Module, config: StreamConfig, batch: Batch, scale: float
 ) -> tuple[VerifyRun, list[str]]:
     """Patch the model, run one step, and unpatch the model. Return the step's results, and notes on
-    the parts of the model that did not stream.
+    parts of the model that did not run chunk by chunk.
 
     Args:
         model: the model.
@@ -567,7 +569,7 @@ def _run_streamed(
         scale: factor of the loss before backward.
 
     Raises:
-        StreamBPError: no layer streamed.
+        StreamBPError: no layer ran chunk by chunk.
     """
     install(model, config)
     with torch.enable_grad():
@@ -664,9 +666,8 @@ def _distance(truth: Tensor | None, gradient: Tensor | None) -> float:
 
 
 def _measure_streamed(model: nn.Module, config: StreamConfig, batch: Batch) -> tuple[int, float]:
-    """Return the peak bytes beyond the weights, and the seconds, of a streamed forward and
-    backward, for the table of methods. The first step, in which the layers are tested, is not
-    measured."""
+    """Return the peak bytes beyond the weights, and the seconds, of forward and backward under
+    streambp, for the table of methods. The first step, which tests the layers, is not measured."""
     install(model, config)
     try:
         return _measure(model, model, batch)
@@ -676,8 +677,7 @@ def _measure_streamed(model: nn.Module, config: StreamConfig, batch: Batch) -> t
 
 def _measure(forward: Callable[..., Any], model: nn.Module, batch: Batch) -> tuple[int, float]:
     """Return the peak bytes beyond the weights, and the seconds, of forward and backward with one
-    method (way to train), for the table of methods. Several steps run. The first is not measured,
-    and the seconds are those of the fastest.
+    method (way to train), for the table of methods. The fastest of several steps counts.
 
     Args:
         forward: the method's forward.
@@ -729,12 +729,12 @@ def _window(model: nn.Module) -> int | None:
 def _find_notes(
     verification: Verification, undecided: list[int], padded: bool, untouched: list[str]
 ) -> list[str]:
-    """Return notes on limits of the verdict: batches that decided nothing (streaming chose other
-    experts), a window longer than the row, rounding of the dtype, parameters without a gradient.
+    """Return notes on limits of the verdict: batches that decided nothing (other experts under
+    streambp), a window longer than the row, rounding of the dtype, parameters without gradient.
 
     Args:
         verification: the verdict.
-        undecided: number of differing choices in each batch that decided nothing. [Note: choices]
+        undecided: number of differing expert choices in each such batch. [Note: choices]
         padded: True if the row has left padding.
         untouched: trainable parameters without a gradient.
     """

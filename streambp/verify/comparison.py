@@ -12,12 +12,12 @@ NAME_COLUMNS = 30  # columns of a method's name
 
 @dataclasses.dataclass(frozen=True)
 class MethodResult:
-    """Exactness and cost of a method, which is a way to train: streaming or "checkpointing", for
+    """Exactness and cost of a way to train (a method): under streambp or with "checkpointing", for
     example.
 
     Attributes:
         name: name of the method in the table.
-        exact: True if no problem was found.
+        exact: True if the method's gradients equal the unpatched model's, up to rounding.
         problems: texts about evidence against exactness; empty if exact.
         error: relative error of the gradient of all parameters together, compared with the
             unpatched model's in a wider dtype.
@@ -38,7 +38,8 @@ class MethodResult:
 
     @property
     def verdict(self) -> str:
-        """Return "exact" or "NOT EXACT"."""
+        """Return "exact" if the method's gradients are those of the unpatched model, otherwise "NOT
+        EXACT"."""
         return "exact" if self.exact else "NOT EXACT"
 
 
@@ -47,17 +48,21 @@ class Comparison:
     """Result of `compare_methods`; `str()` is a report.
 
     Attributes:
-        verification: the verdict on streaming.
-        methods: results of streaming, then of each other method (way to train); empty if streaming
-            was compared with no other method.
+        verification: the verdict on the gradients under streambp.
+        methods: results of streambp, then of each other method (way to train); empty if no other
+            method was requested.
     """
 
     verification: Verification
     methods: tuple[MethodResult, ...]
 
     def table(self, top: int = 20) -> str:
-        """Return the verdict with the `top` parameters of the largest errors (0: all), and one line
-        for each method."""
+        """Return the report as text: the verdict on streambp, the errors of parameters, and one
+        line for each method (way to train).
+
+        Args:
+            top: number of parameters in the report, those with the largest errors; 0: all.
+        """
         verdict = self.verification.table(top)
         if not self.methods:
             return verdict

@@ -47,13 +47,13 @@ Method: TypeAlias = str | Callable[[Any], Forward]
 
 
 def name_of(method: Method) -> str:
-    """Return the text by which a table names a method: a way to train that `verify` compares with
-    streaming.
+    """Return the text that names a method in a table. A method is a way to train, for example with
+    gradient checkpointing, that `verify` compares with streambp.
 
     Args:
         method: a name in `METHODS`, such as "trl", or a function that returns a model's forward for
-            this way to train. The text is a fixed one for a name ("checkpointing, TRL's head"), and
-            the name of the function or of its class otherwise.
+            this way to train. A name has a fixed text, such as "checkpointing, TRL's head". The
+            text for a function is its own name or its class's.
     """
     if isinstance(method, str):
         return METHOD_TEXTS[method]
@@ -62,7 +62,7 @@ def name_of(method: Method) -> str:
 
 def check_methods(methods: Sequence[Method]) -> None:
     """Raise an error if a name of a method is unknown or occurs twice. A method is a way to train
-    that `verify` compares with streaming.
+    that `verify` compares with streambp.
 
     Args:
         methods: names such as "checkpointing" or "trl" (`METHODS`), or functions, which are not
@@ -84,7 +84,7 @@ def check_methods(methods: Sequence[Method]) -> None:
 
 def check_libraries(methods: Sequence[Method], device: torch.device) -> None:
     """Check that the libraries of the methods are installed, and that their kernels support the
-    device. Methods are ways to train, which `verify` compares with streaming.
+    device. Methods are ways to train, which `verify` compares with streambp.
 
     Args:
         methods: names of `METHODS`, or functions, which are not checked.
@@ -109,7 +109,7 @@ def check_libraries(methods: Sequence[Method], device: torch.device) -> None:
 def prepare_method(model: nn.Module, method: Method) -> Iterator[Forward]:
     """Context manager that prepares a model for a method and yields the method's forward, a
     function of the model's arguments. A method is a way to train ("checkpointing" or "trl", for
-    example), which `verify` compares with streaming.
+    example), which `verify` compares with streambp.
 
     The method changes a copy of the modules with the same parameters and buffers. The method
     "unpatched" needs no copy: the yielded forward is the model itself.
@@ -139,8 +139,8 @@ def prepare_method(model: nn.Module, method: Method) -> Iterator[Forward]:
 
 
 def _shared_copy(model: nn.Module) -> nn.Module:
-    """Return a copy of the modules with the same parameters and buffers, so that a method's changes
-    leave the model's own modules as they are."""
+    """Return a copy of a model's modules that shares the parameters and buffers. Methods (ways to
+    train) change the copy, so that the model's own modules stay as they are."""
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         memo[id(tensor)] = tensor
@@ -151,9 +151,9 @@ def _checkpoint(model: Any) -> None:
     """Enable transformers' gradient checkpointing on a model, as `gradient_checkpointing=True` does
     in training.
 
-    Only modules in training mode checkpoint. Training mode is set on modules with the attribute
-    `gradient_checkpointing` alone, and dropout in them is 0, because runs of other methods draw
-    none.
+    Checkpointing requires training mode, which is set only on modules with the attribute
+    `gradient_checkpointing`. Dropout in these modules is set to 0, so that results are comparable
+    with those of other methods, which run in eval mode.
     """
     if not getattr(model, "supports_gradient_checkpointing", False):
         raise UnsupportedModelError(
@@ -173,7 +173,8 @@ def _checkpoint(model: Any) -> None:
 
 
 def _trl_patch() -> Callable[[Any], None]:
-    """Return a function that adds TRL's chunked head and selective checkpointing to a model."""
+    """Return a function that changes a model in the way of TRL's trainers: it adds TRL's chunked
+    head (logits and loss in chunks) and selective activation checkpointing."""
     with require_library("trl"):
         importlib.import_module("trl")
     try:
@@ -186,7 +187,8 @@ def _trl_patch() -> Callable[[Any], None]:
         ) from error
 
     def add(model: Any) -> None:
-        """Add TRL's chunked head and selective checkpointing to a model."""
+        """Add to a model TRL's chunked head (logits and loss in chunks), and selective activation
+        checkpointing."""
         add_fused_lm_head(model)
         enable_selective_activation_checkpointing(model)
 
@@ -194,7 +196,8 @@ def _trl_patch() -> Callable[[Any], None]:
 
 
 def _add_trls_head(model: Any) -> Forward:
-    """Add TRL's chunked head and selective checkpointing; return the forward that uses them."""
+    """Add to a model TRL's chunked head (logits and loss in chunks), and selective activation
+    checkpointing. Return the model's forward, which then uses both."""
     _trl_patch()(model)
     return functools.partial(model, fused_lm_head=True)
 
@@ -214,8 +217,8 @@ def _liger_patch() -> Callable[..., None]:
 def _add_ligers_kernels(model: nn.Module) -> None:
     """Replace a model's norms, MLPs and loss (fused linear cross-entropy) by Liger's kernels.
 
-    The model keeps its own rotary embedding. Liger would replace the rotary embedding of all models
-    of the process, and the runs of other methods would have it, too.
+    The model keeps its own rotary embedding, because Liger would replace the rotary embedding of
+    all models in the process, also of those that are compared with this model.
     """
     apply = _liger_patch()
     try:

@@ -27,13 +27,15 @@ SHARED_LAYERS_FIELD = "num_kv_shared_layers"  # last layers that read the keys o
 
 @dataclasses.dataclass(frozen=True)
 class CutModel:
-    """A model with random weights that has the first layers of a full model.
+    """A model with random weights and only the first layers of a full model, to test the full
+    model's structure in little memory.
 
     Attributes:
         model: the model.
         layers: number of its layers.
         depth: number of layers of the full model.
-        min_layers: smallest number of first layers among which each kind of layer occurs.
+        min_layers: smallest number of first layers that include every kind of layer (sliding-window
+            and full attention, for example).
     """
 
     model: PreTrainedModel
@@ -67,8 +69,8 @@ def random_model(
 
     Raises:
         ConfigError: the model has fewer than `layers` layers.
-        StreamBPError: the configuration is none of a causal language model, cannot be cut, or its
-            model does not fit into the memory of the host.
+        StreamBPError: the configuration is not that of a causal language model, its number of
+            layers cannot be reduced, or its model does not fit into the memory of the host.
     """
     dtype = dtype or getattr(config, "dtype", None) or torch.float32
     skeleton = Skeleton(config, dtype, None, 16, "cuda")
@@ -137,9 +139,11 @@ def _build(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
 
 @torch.no_grad()
 def _vary_constants(model: nn.Module) -> None:
-    """Add noise to parameters whose elements are all equal.
+    """Add noise to parameters of a new model whose elements are all equal, such as norm weights of
+    1.
 
-    Parameters of zero, for example an initial bias, would hide gradient terms that are missing.
+    A test of gradients needs this: parameters of zero, such as an initial bias, would hide missing
+    terms of a gradient.
     """
     for parameter in model.parameters():
         flat = parameter.flatten()  # [n]

@@ -49,10 +49,12 @@ def least_precise_dtype(model: nn.Module) -> torch.dtype:
 
 
 def copy_to_host(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Return a copy of the model on the host in `dtype`. Tensors of a wider dtype and of integers
-    keep their dtype. Quantized weights of tensor subclasses, such as torchao's, are decoded.
+    """Return a copy of the model on the host, with parameters and buffers in `dtype`. Tensors of a
+    wider dtype and tensors of integers keep their dtype. Quantized weights of tensor subclasses,
+    such as torchao's, are decoded.
 
-    deepcopy gets the host tensors in its memo, so the device never holds a second model.
+    Tensors are copied straight to the host (by `copy.deepcopy`'s memo), so the device never holds a
+    second model.
     """
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
@@ -79,9 +81,9 @@ def lift_casts() -> Iterator[None]:
     torch function, and `Tensor.float()`. The reference (the truth) of a float32 model is a float64
     model that runs inside, because transformers' code casts to float32 in norms and softmax.
 
-    The default dtype is float64 as well: without it, `torch.full((),
-    torch.finfo(scores.dtype).min)` for float64 scores overflows float32. Only for unpatched models,
-    because a function mode is off inside backward.
+    The default dtype is float64 inside, because `torch.full((), torch.finfo(scores.dtype).min)` for
+    float64 scores would otherwise overflow float32. A patched model cannot use this: it recomputes
+    layers in backward, where torch disables function modes.
     """
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
@@ -106,8 +108,8 @@ class _CastsLifted(TorchFunctionMode):
 
 
 def _widen(value: Any) -> Any:
-    """Return float64 for float32, and any other value unchanged. Applied to each argument of a
-    torch function."""
+    """Return torch.float64 for torch.float32, and any other value unchanged. `_CastsLifted` applies
+    this function to each argument of a torch function."""
     if value is torch.float32:
         return torch.float64
     return value
@@ -115,9 +117,8 @@ def _widen(value: Any) -> Any:
 
 @contextlib.contextmanager
 def float64_experts(model: nn.Module) -> Iterator[None]:
-    """Context manager in which the model computes its experts (MoE) one after the other, for models
-    in float64. torch's grouped matrix products do not support float64.
-    """
+    """Context manager in which a float64 model computes its experts (MoE) one after the other. The
+    alternative, torch's grouped matrix products, does not support float64."""
     configs = {}
     for module in model.modules():
         config: Any = getattr(module, "config", None)

@@ -48,12 +48,12 @@ LOSS_FLOOR = 2.0**-20  # sixteen roundings of float32, the dtype of the loss
 
 @dataclasses.dataclass(frozen=True)
 class Distances:
-    """Distances of one parameter's gradients, or of the losses, from the truth (the unpatched model
-    in a wider dtype).
+    """Distances of one parameter's gradients, or of losses, from the truth: the result of the
+    unpatched model in a wider dtype. The distance of two gradients is the norm of their difference.
 
     Attributes:
         truth: norm of the truth's gradient, or the truth's loss.
-        streamed: distance of the streamed run, or of another method's run, from the truth.
+        streamed: distance of the run under streambp, or of another way to train, from the truth.
         unpatched: distance of the unpatched run from the truth.
         elements: number of elements of the gradient; not read for losses.
     """
@@ -72,7 +72,7 @@ class ParameterError:
 
     Attributes:
         name: the parameter's name.
-        streamed: relative distance of the streamed run, or of another method's run.
+        streamed: relative distance of the run under streambp, or of another way to train.
         unpatched: relative distance of the unpatched run.
         bar: maximal allowed value of `streamed`.
     """
@@ -84,17 +84,19 @@ class ParameterError:
 
     @property
     def exact(self) -> bool:
-        """True if the streamed gradient's relative distance is at most the bar."""
+        """True if the gradient under streambp is exact for this parameter: its relative distance
+        from the truth is at most `bar`."""
         return self.streamed <= self.bar
 
 
 @dataclasses.dataclass(frozen=True)
 class Verification:
-    """Result of `verify`; `str()` is a table. Errors are relative to the truth, the unpatched model
-    in a wider dtype.
+    """Result of `verify`, which compares gradients under streambp ("streamed") with the unpatched
+    model's; `str()` is a table. Errors are relative to the truth, the unpatched model in a wider
+    dtype.
 
     Attributes:
-        exact: True if no problem was found.
+        exact: True if the streamed gradients equal the unpatched ones, up to rounding.
         problems: texts about evidence against exactness; empty if exact.
         parameters: errors of all parameters with a gradient, the largest streamed error first.
         whole_streamed: relative error of the streamed gradient of all parameters together.
@@ -131,7 +133,11 @@ class Verification:
     notes: tuple[str, ...] = ()
 
     def table(self, top: int = 20) -> str:
-        """Return the report with the `top` parameters of the largest errors; 0 means all."""
+        """Return the report as text: a table of the errors of parameters, and the verdict.
+
+        Args:
+            top: number of parameters in the table, those with the largest errors; 0: all.
+        """
         parameters = self.parameters[: top or None]
         width = max(map(len, ["whole gradient", *(p.name for p in parameters)]))
         lines = [
@@ -167,12 +173,14 @@ class Verification:
 
 
 def rate(distances: dict[str, Distances]) -> tuple[tuple[ParameterError, ...], ParameterError]:
-    """Return the errors of each parameter, the largest `streamed` error first, and of the full
-    gradient (all parameters together). Each `ParameterError` includes `bar`, the allowed maximum.
+    """Return the relative errors of each parameter's gradient, the largest `streamed` error first,
+    and those of the full gradient (all parameters together). Each `ParameterError` includes `bar`,
+    the largest error that rounding explains.
 
     Args:
-        distances: distances of the streamed and the unpatched gradient from the truth, by parameter
-            name.
+        distances: dict from parameter names to the distances of the streamed gradient (under
+            streambp) and of the unpatched gradient from the truth (the unpatched model in a wider
+            dtype).
     """
     columns = zip(*((d.truth, d.streamed, d.unpatched) for d in distances.values()), strict=True)
     norm, streamed, unpatched = (math.hypot(*column) for column in columns)
@@ -210,9 +218,9 @@ def rate(distances: dict[str, Distances]) -> tuple[tuple[ParameterError, ...], P
 
 
 def _role(name: str) -> str:
-    """Return a parameter's name with the layer index replaced, so that the same parameter has one
-    name in all layers. `rate` compares a parameter's streamed error with the unpatched errors of
-    this parameter in all layers."""
+    """Return a parameter's name with "*" in place of the layer index, such as
+    "model.layers.*.mlp.up_proj.weight". `rate` compares a parameter's error under streambp with the
+    unpatched model's errors of the same parameter in all layers."""
     return re.sub(r"\.\d+(?=\.)", ".*", name)
 
 
@@ -224,14 +232,16 @@ def find_problems(
     received: set[str],
     run: str = "streamed",
 ) -> tuple[str, ...]:
-    """Return the reasons why a run's gradient is not exact, one text for each; () if it is exact.
+    """Return the reasons why a run's gradients are not exact, one text for each; () if they are
+    exact. The run is a step under streambp or with another way to train.
 
     Args:
-        rated: every parameter's errors.
+        rated: errors of every parameter, relative to the truth (the unpatched model in a wider
+            dtype).
         total: the full gradient's errors.
-        loss: distances of the losses.
-        expected: parameters with a gradient in the unpatched run.
-        received: parameters with a gradient in the run.
+        loss: distances of the run's and the unpatched model's loss from the truth's.
+        expected: names of parameters with a gradient in the unpatched run.
+        received: names of parameters with a gradient in the run.
         run: words for the run in messages: "streamed" or "by this method". Parameters that have no
             gradient in the run "get none streamed", for example.
     """
