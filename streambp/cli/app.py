@@ -27,12 +27,13 @@ MODEL, LENGTH, MEMORY, GPUS, TRAINING, TIME, OUTPUT = (
 
 
 def _option(panel: str, help_text: str, *names: str, **options: Any) -> Any:
-    """Return a typer option.
+    """Return a typer option for a parameter of a command.
 
     Args:
         panel: heading of the help page under which the option is listed.
         help_text: help text of the option.
-        names: names of the option, such as "--json"; none: the name of the command's parameter.
+        names: names of the option, such as "--json". If empty, typer names the option after the
+            command's parameter.
         options: other arguments of `typer.Option`.
     """
     return typer.Option(*names, help=help_text, rich_help_panel=panel, **options)
@@ -414,8 +415,8 @@ def _arguments(context: typer.Context) -> SimpleNamespace:
 
 
 def _version(is_requested: bool) -> None:
-    """Print the version of streambp and exit, if `--version` is on the command line: the callback
-    of this option."""
+    """Print the version of streambp and exit, if `--version` is on the command line. This is the
+    callback of that option."""
     if is_requested:
         typer.echo(f"streambp {streambp.__version__}")
         raise typer.Exit
@@ -555,8 +556,9 @@ def launch(
     uninstall: Annotated[bool, typer.Option("--uninstall", help="remove that file")] = False,
     **settings: Any,
 ) -> SimpleNamespace:
-    """Return the arguments of `streambp launch`. The fields of `StreamConfig` are options as well.
-    Words that are no options are in `extra`, for an error message."""
+    """Return the parsed arguments of `streambp launch`. Each field of `StreamConfig` is an option
+    as well. Words of the command line that are no options are in the attribute `extra`: the caller
+    raises an error that names them."""
     return SimpleNamespace(extra=context.args, **vars(_arguments(context)))
 
 

@@ -33,7 +33,8 @@ PLAN_EXAMPLE = "streambp plan Qwen/Qwen3-8B --gpu-memory 24GiB --lora 16"
 
 def check(arguments: Any) -> None:
     """Check a command's arguments and the form of the model's name, without reading the model. Some
-    arguments are changed: files of lengths are read, and defaults that depend on others are set.
+    arguments are changed: a path of a file with row lengths is replaced by the lengths, and
+    arguments without a value get defaults that depend on other arguments.
 
     Args:
         arguments: the namespace of the command's parsed arguments, with its name as `command`.
@@ -128,8 +129,9 @@ def check_model(name: str, file: bool) -> None:
 def _check_plan(arguments: Any) -> None:
     """Raise StreamBPError if the arguments of `streambp plan` are invalid or contradict each other.
 
-    Options in the files of `--from` are added to the arguments. The path in `arguments.dataset` is
-    replaced by the list of numbers in the file, and seq_len "max" then by the largest of them.
+    The function changes the arguments. Options from the training files of `--from` are added. The
+    path in `arguments.dataset` is replaced by the numbers in the file, the lengths of a data set's
+    rows. If seq_len is "max", the largest of these lengths replaces it.
     """
     arguments.from_text = ""
     if arguments.from_file:

@@ -47,13 +47,15 @@ def parse(words: Sequence[str]) -> Any:
 
 
 def name_options(message: str, names: Iterable[str], with_values: bool = False) -> str:
-    """Return an error's message in the words of the command line: "--chunk-size is '0'" for
-    "chunk_size is '0'". Quoted text, paths, and names behind a dot or a bracket do not change.
+    """Return an error's message with the options of the command line in place of the arguments of
+    Python functions: "--chunk-size is '0'" for "chunk_size is '0'". Quoted text, paths, and names
+    behind a dot or a bracket do not change.
 
     Args:
         message: the message, which names arguments of Python functions.
-        names: the command's arguments. A sentence may contain a name of one word. Such a name is
-            replaced at the message's start and before a value.
+        names: names of the command's arguments, such as "chunk_size". Names without "_", such as
+            "device", may be ordinary words of the message. Such a name is replaced only before "is"
+            or "names", at the start of the message or behind a colon.
         with_values: True to also replace values: "--offload cpu or auto" for "offload='cpu' or
             'auto'".
     """
@@ -74,11 +76,12 @@ def name_options(message: str, names: Iterable[str], with_values: bool = False) 
 
 
 def _option_text(option: str, match: re.Match[str]) -> str:
-    """Return an option with its value, or with two values, as written on the command line.
+    """Return the text "--option value" or "--option value or value", for an error message.
+    `name_options` calls this function to replace "name='value'".
 
     Args:
-        option: the option.
-        match: match with the values as groups; the second may be None.
+        option: the option, such as "--offload".
+        match: match of the replaced text, with the values as groups; the second may be None.
     """
     if match[2] is None:
         return f"{option} {match[1]}"
@@ -86,7 +89,8 @@ def _option_text(option: str, match: re.Match[str]) -> str:
 
 
 def _unquoted(match: re.Match[str]) -> str:
-    """Return the first group of a match without quotes."""
+    """Return the first group of a match without single quotes: the list of values in an error
+    message, as it is written on the command line."""
     return match[1].replace("'", "")
 
 

@@ -65,7 +65,7 @@ def environment() -> dict[str, Any]:
 
 def _device(device: torch.device) -> dict[str, Any]:
     """Return a dict for a bug report: a device's name, memory and attention kernels. The entry
-    "offload engine" says in words if copies to host memory run beside the compute."""
+    "offload engine" says in words if copies to host memory run at the same time as computation."""
     parts: dict[str, Any] = {"device": str(device)}
     if device.type != "cpu":
         module = torch.get_device_module(device)

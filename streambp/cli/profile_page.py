@@ -98,11 +98,12 @@ def profile_page(rows: Sequence[PhaseComparison], name: str, seq_len: int, chunk
 
 
 def _axis(peak: float) -> tuple[float, int, str]:
-    """Return the scale of a picture: the bytes between two horizontal lines, the number of lines
-    above zero, and the unit ("GiB" or "MiB"). The bytes are a round number of units.
+    """Return the vertical scale of a chart of memory: the bytes between two horizontal grid lines,
+    the number of grid lines above zero, and the labels' unit ("GiB" or "MiB"). The bytes between
+    two lines are a round number of units.
 
     Args:
-        peak: the most bytes of any phase.
+        peak: the largest number of bytes in the chart.
     """
     unit = "GiB" if peak >= GIB else "MiB"
     min_step = max(peak / BYTE_UNITS[unit], 1e-6) / MAX_GRID_LINES
@@ -113,13 +114,14 @@ def _axis(peak: float) -> tuple[float, int, str]:
 
 
 def _picture(rows: Sequence[PhaseComparison], top: float, lines: int) -> str:
-    """Return an SVG picture of the bytes of each phase, with a line for measured and a line for
-    predicted bytes.
+    """Return an SVG chart of the memory of a training step, with a line for the measured and a line
+    for the predicted peak bytes of each phase. A phase is the forward or backward of one layer, for
+    example.
 
     Args:
-        rows: the phases.
-        top: bytes at the upper edge.
-        lines: number of horizontal lines above zero.
+        rows: the phases in order, with predicted and measured bytes.
+        top: bytes at the chart's upper edge.
+        lines: number of horizontal grid lines above zero.
     """
     step = PICTURE_WIDTH / len(rows)
     parts = []
@@ -156,8 +158,8 @@ def _picture(rows: Sequence[PhaseComparison], top: float, lines: int) -> str:
 
 
 def _parts(rows: Sequence[PhaseComparison]) -> str:
-    """Return the labels below the chart of a step's memory (`_picture`) as HTML. The chart has one
-    column for each phase, and a label is a phase's name. Consecutive phases of one kind share a
+    """Return as HTML the labels below the chart of a step's memory (`_picture`), which has a column
+    for each phase. A label is the name of a phase. Consecutive phases of the same kind share a
     label: "forward" for the forwards of all layers, for example.
 
     Args:
@@ -180,7 +182,8 @@ def _parts(rows: Sequence[PhaseComparison]) -> str:
 
 
 def _table(rows: Sequence[PhaseComparison]) -> str:
-    """Return an HTML table with the predicted and the measured MiB of each phase."""
+    """Return an HTML table with the predicted and the measured peak MiB of each phase of a step
+    (the forward or backward of one layer, for example)."""
     lines = []
     for row in rows:
         lines.append(

@@ -149,8 +149,8 @@ def run_verify(arguments: Any) -> int:
 
 
 def _random_model(arguments: Any) -> CutModel:
-    """Return the model of `streambp verify --random`: the first layers of the model that a
-    configuration describes, with random weights.
+    """Return the model of `streambp verify --random`: random weights, and only the first layers of
+    the model that a configuration describes.
 
     Args:
         arguments: the parsed options of `streambp verify`.
@@ -245,16 +245,17 @@ def run_plan(arguments: Any) -> int:
 def _notes(
     arguments: Any, base_plan: Plan, training: Training, counted: Callable[..., Plan]
 ) -> list[str]:
-    """Return lines to print with the plan: options read from files, a warning about sequences
-    beyond the model's positions, and a note on GB and GiB. If Liger is not installed and would make
-    the step faster, a line has the seconds with Liger's kernels.
+    """Return the lines to print with a plan that apply to this plan. The lines have the options
+    from training files (`--from`), a warning of sequences longer than the model's positions, and an
+    explanation of GB and GiB. If Liger is not installed and would make the step faster, a line has
+    the seconds with Liger's kernels.
 
     Args:
         arguments: the parsed options of `streambp plan`.
         base_plan: the plan that is printed.
         training: the kind of training (LoRA, bits) of the plan.
-        counted: function that returns the plan for a kind of training: `plan` with its other
-            arguments already set; called with `lora`, `bits` and so on.
+        counted: `streambp.plan` with the arguments of this command line already bound. A call with
+            `lora`, `bits` and so on returns the plan for another kind of training.
     """
     lines = [arguments.from_text] if arguments.from_text else []
     config = read_config(arguments.model, arguments.trust_remote_code)
@@ -284,7 +285,8 @@ def _notes(
 
 def _decimal_units_note(gpu_memory: int) -> list[str]:
     """Return a list with a note if `gpu_memory`, in bytes, is a whole number of GB (10^9 bytes);
-    otherwise []. A GPU that is sold with 80 GB has about 80 GiB, which is more."""
+    otherwise []. The user may have meant GiB (2^30 bytes): a GPU that is sold with 80 GB has about
+    80 GiB, which is more."""
     number, remainder = divmod(gpu_memory, 10**9)
     if remainder or not number:
         return []
@@ -297,22 +299,23 @@ def _decimal_units_note(gpu_memory: int) -> list[str]:
 def _print_alternatives(
     arguments: Any, base_plan: Plan, training: Training, counted: Callable[..., Plan]
 ) -> None:
-    """Print plans with other options, each with its command line. If no step of `base_plan` fits
-    into memory, the other plans fit. Otherwise the other plans are faster.
+    """Print plans with other options, each with the command line that requests it. If no step of
+    `base_plan` fits into memory, these are plans that fit; otherwise they are faster plans.
 
-    If `base_plan` fits and the user did not choose a kind of training, print a LoRA plan too.
+    A plan with LoRA is printed as well if `base_plan` fits and the user chose neither LoRA nor full
+    training.
 
     Args:
         arguments: the parsed options of `streambp plan`.
         base_plan: the plan for these options.
         training: the kind of training (LoRA, bits) of this plan.
-        counted: function that returns the plan for a kind of training: `plan` with its other
-            arguments already set; called with `lora` and `bits`.
+        counted: `streambp.plan` with the arguments of this command line already bound. A call with
+            `lora` and `bits` returns the plan for another kind of training.
     """
 
     def count(how: Training) -> Profile:
-        """Return the memory and costs of the model's steps (`Profile`), counted for another kind
-        of training, `how`."""
+        """Return the memory and FLOPs of the model's training steps (`Profile`) under another kind
+        of training, `how`: LoRA, for example. The steps are counted on tensors without data."""
         profile: Profile = counted(lora=how.lora, bits=how.bits).profile
         return profile
 
@@ -337,10 +340,11 @@ def _print_alternatives(
 
 
 def _batches(arguments: Any) -> list[Batch]:
-    """Return the micro-batches of several rows whose memory is planned twice: with padding, and
-    packed into one row. The list is empty if the options describe none.
+    """Return the micro-batches of several rows that the options of `streambp plan` describe; [] if
+    they describe none. The command plans each micro-batch twice: with padded rows, and packed into
+    one row.
 
-    Options for rows:
+    Options that describe rows:
 
         --group        completions of one prompt, of default lengths if --seq-len is "max";
                        otherwise each completion has --seq-len minus --prompt tokens
@@ -403,8 +407,8 @@ def _write_page(
         arguments: the parsed options of `streambp plan`.
         base_plan: the plan that the page shows at first.
         training: the kind of training (LoRA, bits) of this plan.
-        counted: function that returns the plan for a kind of training: `plan` with its other
-            arguments already set; called with `lora`, `bits` and so on.
+        counted: `streambp.plan` with the arguments of this command line already bound. A call with
+            `lora`, `bits` and so on returns the plan for another kind of training.
     """
     name = _shown_name(arguments.model)
     profiles = {training: base_plan.profile}
@@ -481,7 +485,8 @@ def _load(arguments: Any) -> PreTrainedModel:
     wherever the model supports it).
 
     Args:
-        arguments: the parsed options of a command: `model`, `dtype` and `trust_remote_code`.
+        arguments: the parsed options of a command, with the attributes `model`, `dtype` and
+            `trust_remote_code`.
 
     Raises:
         StreamBPError: the checkpoint cannot be loaded.
@@ -505,8 +510,9 @@ def _load(arguments: Any) -> PreTrainedModel:
 
 
 def _random_hint(arguments: Any) -> str:
-    """Return the remedy for a folder that has a configuration and no weights; "" for other folders
-    and for commands without random weights."""
+    """Return a sentence for the error message about a checkpoint that could not be loaded: the
+    option `--random`, if the folder has a configuration and no weights. "" for other folders, and
+    for commands without this option."""
     folder = Path(arguments.model)
     if not hasattr(arguments, "random") or not (folder / "config.json").is_file():
         return ""

@@ -35,7 +35,7 @@ def apply_files(arguments: Any) -> None:
     """Set the arguments of `streambp plan` that are not on the command line to the values in the
     training files of `--from`. A later file's value replaces an earlier file's.
 
-    `arguments.from_text` becomes one line with the options that were read.
+    The attribute `arguments.from_text` is set to a line of text with the options that were read.
 
     Args:
         arguments: the namespace of the command's parsed arguments, which is changed.
@@ -68,7 +68,8 @@ def apply_files(arguments: Any) -> None:
 
 
 def read(file: Path) -> Mapping[str, Any]:
-    """Return the keys and values of a YAML or JSON file of a training program.
+    """Return the keys and values of a training program's YAML or JSON file, such as the
+    configuration of axolotl, TRL or accelerate.
 
     Raises:
         ConfigError: the file cannot be read, or has no keys.
@@ -98,8 +99,8 @@ def read(file: Path) -> Mapping[str, Any]:
 
 
 def options_of(keys: Mapping[str, Any], file: Path) -> dict[str, Any]:
-    """Translate a training file's keys into options of `streambp plan`. Return a dict from the
-    names of `plan`'s arguments to values.
+    """Translate the keys of a training program's file into options of `streambp plan`. Return a
+    dict from the names of the command's arguments, such as "lora", to values.
 
     Args:
         keys: keys and values of the file.
@@ -197,12 +198,13 @@ def training_of(keys: Mapping[str, Any], file: Path) -> dict[str, Any]:
 
 
 def engine_of(keys: Mapping[str, Any], file: Path) -> dict[str, Any]:
-    """Return the options of `streambp plan` for ZeRO, FSDP and an optimizer in host memory, as a
-    dict with the keys "zero" and "optimizer_on_host". A key is absent if the file says nothing.
+    """Return the options of `streambp plan` for a file with settings of ZeRO, FSDP or an optimizer
+    in host memory. The result is a dict with the keys "zero" (the stage) and "optimizer_on_host". A
+    key is absent if the file does not set it.
 
     Args:
-        keys: keys and values of accelerate's file, or of a training file with a DeepSpeed section
-            or the path of a DeepSpeed file.
+        keys: keys and values of the file: a configuration of accelerate, or one of a training
+            program with a DeepSpeed section or the path of a DeepSpeed file.
         file: the file, for error messages and to resolve that path.
     """
     name = "deepspeed_config" if keys.get("deepspeed_config") else "deepspeed"

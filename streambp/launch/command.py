@@ -40,9 +40,9 @@ TERMINAL_SIGNALS = ("SIGINT", "SIGQUIT")
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split the command line `launch ... -- COMMAND ...` at "--". Return two lists: the part before
-    "--", with "launch", and the program with its arguments. The second list is empty for a command
-    line without "launch" or "--"."""
+    """Split the words of the command line `streambp launch OPTIONS -- PROGRAM ARGUMENTS` at "--".
+    Return two lists: "launch" with its options, and the program with its arguments. The second list
+    is empty for a command line without "launch" or "--"."""
     if list(argv[:1]) != ["launch"] or "--" not in argv:
         return list(argv), []
     at = list(argv).index("--")
@@ -116,8 +116,8 @@ def run(arguments: Any) -> int:
 
 
 def judge(code: int, patched: int, allowed: bool) -> int:
-    """Return the exit code of `streambp launch`. This is the program's exit code, or 96
-    (`EXIT_UNPATCHED`) if the program succeeded without a patched model.
+    """Return the exit code of `streambp launch`, after its program has ended. This is the program's
+    exit code, or 96 (`EXIT_UNPATCHED`) if the program succeeded although no model was patched.
 
     Args:
         code: the program's exit code.
@@ -139,12 +139,13 @@ def judge(code: int, patched: int, allowed: bool) -> int:
 
 
 def environment(settings: LaunchSettings, folder: str) -> dict[str, str]:
-    """Return a copy of this process's environment variables, with further variables that pass the
-    settings to the program's processes.
+    """Return the environment variables for the program that `streambp launch` starts: a copy of
+    this process's, with further variables from which the program's processes read the settings.
 
     Args:
         settings: the settings.
-        folder: folder for the processes' reports; "": each process prints its own report.
+        folder: folder into which each process writes its record of patched models; "": each process
+            prints its own report.
     """
     paths = [str(SITE_FOLDER), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
@@ -199,16 +200,17 @@ def call(program: Sequence[str], variables: dict[str, str]) -> int:
 
 @contextlib.contextmanager
 def _signals_to(receive: Callable[[int], None]) -> Iterator[None]:
-    """Context manager in which signals to this process do not end it: `receive` is called with the
-    number of each signal.
+    """Context manager in which signals to this process, such as SIGTERM, do not end the process.
+    Instead, `receive` is called with the number of each signal, to forward the signal to the
+    program that `streambp launch` runs.
 
-    Signals from a terminal's keys (Ctrl-C) are left out, because the terminal sends them to the
+    Signals from a terminal's keys (Ctrl-C) are ignored, because the terminal sends these to the
     program as well.
     """
 
     def handle(number: int, frame: FrameType | None) -> None:
-        """Forward a signal to the program, unless the terminal has sent it to the program as
-        well."""
+        """Call `receive` with the signal's number, unless the terminal has sent the signal to the
+        program as well. The arguments are those of Python's signal handlers."""
         if signal.Signals(number).name in TERMINAL_SIGNALS:
             with contextlib.suppress(AttributeError, OSError, ValueError):  # there is no terminal
                 if os.tcgetpgrp(sys.__stdin__.fileno()) == os.getpgrp():  # type: ignore[union-attr]

@@ -26,11 +26,11 @@ Batch = dict[str, Any]
 
 
 def keep_groups(trainer: Any) -> None:
-    """Make a TRL trainer that generates completions (GRPO, RLOO) keep all completions of a prompt
-    in one micro-batch.
+    """Change a TRL trainer that generates completions (GRPO, RLOO), so that all completions of a
+    prompt are in one micro-batch. A packed row then computes the prompt once.
 
-    The change has an effect only while the trainer's model has rows="packed". Trainers that do not
-    buffer generated batches do not change. `StreamGRPOTrainer` and `streambp launch` call this
+    The change has an effect only while the trainer's model is patched with rows="packed", and only
+    in trainers that buffer generated batches. `StreamGRPOTrainer` and `streambp launch` call this
     function themselves.
     """
     if PREPARE_INPUTS not in vars(
@@ -40,9 +40,9 @@ def keep_groups(trainer: Any) -> None:
 
 
 def prepare_groups(trainer: Any, generation_batch: Any) -> Any:
-    """Return the inputs of one micro-batch: the result of a TRL trainer's own `_prepare_inputs`. If
-    the model has rows="packed", the trainer's newly generated rows are first put into another
-    order, in which the completions of a prompt are adjacent.
+    """Return the inputs of one micro-batch, in place of a TRL trainer's `_prepare_inputs`, which is
+    called. If the model is patched with rows="packed" and the trainer has generated new rows, these
+    are put into another order, in which the completions of a prompt are adjacent.
 
     Args:
         trainer: the trainer.

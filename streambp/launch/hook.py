@@ -25,8 +25,8 @@ TRL_HEAD_TRAINERS = ("sft", "dpo", "grpo", "rloo", "kto")
 
 
 class ImportHook:
-    """Import finder (`sys.meta_path`) that changes modules of transformers and TRL right after
-    their import, so that they patch models."""
+    """Import finder (an entry of `sys.meta_path`) that changes modules of transformers and TRL
+    right after their import, so that trainers patch their models."""
 
     streambp_launch = True  # marks the finder for other copies of this file
 
@@ -42,7 +42,8 @@ class ImportHook:
         """Return the import spec of a module that this hook changes; None for all other modules,
         which other finders then import. The spec's loader executes the module and then changes it.
 
-        The spec's loader stays the same object, of which only `exec_module` is replaced.
+        The spec has its usual loader, of which only the method `exec_module` is replaced. The
+        arguments are those of `importlib.abc.MetaPathFinder.find_spec`.
         """
         action = self.actions.get(name)
         if action is None:
@@ -57,7 +58,8 @@ class ImportHook:
         if load is not None:
 
             def exec_module(module: ModuleType) -> None:
-                """Run the code of the imported module, then change the module."""
+                """Run the code of the imported module, then change the module. Replaces the
+                loader's `exec_module`."""
                 load(module)
                 action(module)
 
@@ -66,7 +68,8 @@ class ImportHook:
 
     @property
     def launched(self) -> LaunchedProcess:
-        """Return the object that patches the models of this process.
+        """Return the object that patches the models of this process; the first access creates it,
+        from the settings in the environment variable STREAMBP_LAUNCH.
 
         Raises:
             ImportError: the interpreter that runs this program cannot import streambp.
@@ -86,9 +89,10 @@ class ImportHook:
         return self._launched
 
     def change_trainer(self, module: ModuleType) -> None:
-        """Make HF Trainer patch its model at the end of `Trainer.__init__`.
+        """Replace `Trainer.__init__` of transformers by a function that also patches the trainer's
+        model, at its end.
 
-        Later statements of a subclass's `__init__` then see the patched model.
+        The `__init__` of a subclass has the patched model after `super().__init__()`.
 
         Args:
             module: the imported `transformers.trainer`.
@@ -124,8 +128,9 @@ class ImportHook:
         module.add_fused_lm_head = add_fused_lm_head  # type: ignore[attr-defined]
 
     def change_models(self, module: ModuleType) -> None:
-        """Make `train()` of transformers models patch the model before it sets training mode. Do
-        nothing unless the setting is at="train".
+        """Replace `PreTrainedModel.train` by a function that patches the model before it sets
+        training mode. Do nothing unless the setting of `streambp launch` is at="train", for
+        programs with their own training loop.
 
         The model is also patched if `train()` is called on a module that contains the model.
 

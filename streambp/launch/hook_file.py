@@ -11,7 +11,8 @@ PTH_FILE = "streambp_launch.pth"
 
 
 def install_hook(folder: Path | None = None) -> Path:
-    """Write the .pth file with which Python loads the launch hook at its start, and return the
+    """Write the .pth file with which later Python processes load streambp's import hook at their
+    start, if the environment variable STREAMBP_LAUNCH is set. The hook patches models. Return the
     file's path.
 
     Args:
@@ -36,8 +37,8 @@ def install_hook(folder: Path | None = None) -> Path:
 
 
 def remove(folder: Path | None = None) -> Path | None:
-    """Delete the .pth file with which Python loads the launch hook, and return its path; None if
-    there was none.
+    """Delete the .pth file that makes Python load streambp's import hook at its start
+    (`install_hook`). Return the file's path; None if there was no file.
 
     Args:
         folder: the folder of the file; None: this interpreter's site-packages.

@@ -27,10 +27,11 @@ from streambp.reporting import reason, report_safely
 
 
 class LaunchedProcess:
-    """Patches the models of one process under `streambp launch`, and records which were patched.
+    """Patches the models of one process under `streambp launch`, and records for a report which
+    models were patched.
 
     Args:
-        config: settings for all models.
+        config: settings for all models that the process patches.
     """
 
     def __init__(self, config: StreamConfig) -> None:
@@ -52,10 +53,10 @@ class LaunchedProcess:
         return LaunchedProcess, (self.config,)
 
     def patch_trainer(self, trainer: Any) -> None:
-        """Patch the model of an HF Trainer at the end of the Trainer's `__init__`, and add
-        callbacks: one patches later models and prints the report, another logs tokens and memory.
-        If the model has rows="packed", a TRL trainer that generates completions also keeps all
-        completions of a prompt in one micro-batch."""
+        """Patch the model of an HF Trainer, at the end of the Trainer's `__init__`. Add two
+        callbacks: `LaunchCallback` patches models that are created later and prints the report, and
+        `StreamCallback` logs tokens and memory. Trainers of TRL that generate completions are
+        changed by `keep_groups`."""
         self.patch_model(trainer.model, self.trainer_config(trainer))
         trainer.add_callback(LaunchCallback(self, trainer))
         StreamCallback.add_to(trainer)
@@ -64,9 +65,9 @@ class LaunchedProcess:
     def trainer_config(self, trainer: Any) -> StreamConfig:
         """Return the `StreamConfig` for a trainer's model.
 
-        eval_logits is True if the trainer has `compute_metrics` or `preprocess_logits_for_metrics`,
-        which read logits. The `stream_*` arguments of streambp's own trainers take precedence over
-        the launch settings.
+        The field eval_logits is True if the trainer has `compute_metrics` or
+        `preprocess_logits_for_metrics`, which read logits. The `stream_*` arguments of streambp's
+        own trainers take precedence over the settings of `streambp launch`.
         """
         trainers_config = getattr(trainer.args, "stream_config", None)
         config = self.config if trainers_config is None else trainers_config()
@@ -80,8 +81,9 @@ class LaunchedProcess:
     def add_head(
         self, theirs: Callable[..., None], model: nn.Module, *args: Any, **kwargs: Any
     ) -> None:
-        """Add a fused head to a model, in place of TRL's `add_fused_lm_head`: streambp's head if
-        the model can be patched, and otherwise, or with the setting head=False, TRL's.
+        """Add a fused head (which computes the loss without all logits in memory) to a model, in
+        place of TRL's `add_fused_lm_head`. The head is streambp's if the model can be patched and
+        the setting `head` is True. Otherwise TRL's function is called.
 
         Args:
             theirs: TRL's function.
@@ -99,9 +101,9 @@ class LaunchedProcess:
         add_head(causal, *args, **kwargs)
 
     def training(self, model: nn.Module) -> None:
-        """Patch a model that is about to be trained, for example because its `train()` was called
-        (the setting at="train"). Do nothing if the model is patched, or if this object has recorded
-        the model or a model around it."""
+        """Patch a model that is about to be trained, because its `train()` was called. Do nothing
+        if the model is patched already, or if this object tried to patch the model or a module that
+        contains the model."""
         if (
             not self._busy
             and not self._knows(model)
@@ -111,9 +113,9 @@ class LaunchedProcess:
             model.register_forward_hook(LaunchCallback(self), with_kwargs=False)
 
     def patch_model(self, model: nn.Module, config: StreamConfig | None = None) -> bool:
-        """Patch a model, unless the user has patched it already. A patch by this object with other
-        settings is replaced. Return True if the model is patched afterwards, and False if it cannot
-        be streamed.
+        """Patch a model, unless the user's own code has patched the model already. An earlier patch
+        by this object is replaced if its settings differ. Return True if the model is patched
+        afterwards, and False if streambp does not support the model.
 
         Args:
             model: the model of a trainer or of a training loop.
@@ -148,8 +150,8 @@ class LaunchedProcess:
         return True
 
     def _record_model(self, model: nn.Module) -> None:
-        """Record a patched model for the report, unless the model or a model around it is recorded
-        already."""
+        """Add a patched model to the records for the report, unless the model, or a module that
+        contains the model, has a record."""
         if self._knows(model):
             return
         self._records[model] = ModelRecord(type(model).__name__)
@@ -157,14 +159,15 @@ class LaunchedProcess:
         self.process_record()
 
     def _knows(self, model: nn.Module) -> bool:
-        """True if this model is recorded, or is part of a recorded model."""
+        """True if this object has a record of the model, or of a module that contains the model."""
         return any(part is model for recorded in self._records for part in recorded.modules())
 
     def process_record(self) -> ProcessRecord:
         """Return the record of this process and its patched models. The record is also written to a
         file, from which the `streambp launch` command prints its report.
 
-        A deleted model has the description from the last record before its deletion.
+        Each call describes the models anew; a model that the program has deleted keeps the
+        description from the call before.
         """
         try:
             for model, record in list(self._records.items()):
@@ -215,9 +218,9 @@ class LaunchCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
     """Trainer callback that patches models created after `Trainer.__init__`, and prints one report
     after the first step.
 
-    The object can also be a forward hook of a model in a program's own loop; it then reports after
-    the first training forward. Copies of the model copy the hook with its state, so they do not
-    report again.
+    A model in a program's own training loop has this object as a forward hook instead. The report
+    is then printed after the first forward in training mode. Copies of the model copy the hook with
+    its state, so the report is not printed again.
 
     Args:
         launched: patches models, and prints the report.
@@ -230,8 +233,8 @@ class LaunchCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
         self.has_reported = False
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        """Patch models that were created after `Trainer.__init__`: the trainer's new model if
-        `model_init` created one, and a reference model of a library such as TRL."""
+        """Patch models that were created after `Trainer.__init__`: the model that `model_init` has
+        created for the trainer, and the reference model (`ref_model`) of TRL's trainers."""
         self.launched.patch_model(self.trainer.model, self.launched.trainer_config(self.trainer))
         reference = getattr(self.trainer, "ref_model", None)
         if isinstance(reference, nn.Module):

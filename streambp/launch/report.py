@@ -25,7 +25,7 @@ class ModelRecord:
     Attributes:
         kind: the model's class name.
         description: text of `streambp.describe` about the patched model; None: not patched.
-        left: the reason why the model was not patched; None: patched.
+        left: the reason why the model was left unpatched; None: patched.
     """
 
     kind: str
@@ -40,8 +40,8 @@ class ProcessRecord:
     Attributes:
         process: process id.
         rank: value of the environment variable RANK; None: it is not set.
-        program: path of the program.
-        models: the models that were patched, or could not be.
+        program: path of the program that the process runs (`sys.argv[0]`).
+        models: a record of each model that was patched, or could not be patched.
         peak: bytes of peak device memory; None: no device was used.
     """
 
@@ -58,9 +58,9 @@ class ProcessRecord:
 
 
 def write_record(account: ProcessRecord) -> bool:
-    """Write the record of a process into the folder from which the `streambp launch` command reads,
-    as a JSON file named after the process id. Return True if the file was written, and False if no
-    folder is set or writing failed."""
+    """Write the record of a process and its models as a JSON file, named after the process id. The
+    command `streambp launch` reads these files from the folder, which an environment variable
+    names. Return True if the file was written, and False if no folder is set or writing failed."""
     folder = os.environ.get(FOLDER_VARIABLE, "")
     file = Path(folder, f"{account.process}.json")
     try:
@@ -75,8 +75,9 @@ def write_record(account: ProcessRecord) -> bool:
 
 
 def collect(folder: Path) -> tuple[list[ProcessRecord], list[str]]:
-    """Return the records of all processes in a folder, sorted by rank, and messages about records
-    that are missing or cannot be read.
+    """Read the records that the processes under `streambp launch` have written into a folder.
+    Return two lists: the records, sorted by rank, and messages about a folder or records that
+    cannot be written or read.
 
     Args:
         folder: the folder in which `write_record` has written the records.
@@ -120,8 +121,8 @@ def count_patched_models(accounts: Iterable[ProcessRecord]) -> int:
 
 
 def table(accounts: list[ProcessRecord]) -> str:
-    """Return the report of `streambp launch` as text: the models of each process. Processes with
-    equal results are listed together."""
+    """Return the report of `streambp launch` as text: the models of each process, and how each was
+    patched or why not. Processes with the same models and results are listed together."""
     if not accounts:
         return (
             "no process made a Trainer or trained a model that streambp launch could have patched"

@@ -53,8 +53,8 @@ class LaunchSettings:
 
 
 def settings_from_fields(fields: dict[str, Any]) -> LaunchSettings:
-    """Return the `LaunchSettings` of `streambp launch` from a dict with `StreamConfig`'s fields and
-    "at", parsed from JSON.
+    """Return the `LaunchSettings` of `streambp launch` from a dict, parsed from JSON, with fields
+    of `StreamConfig` and "at" (when models are patched).
 
     Raises:
         ConfigError: a name is unknown, or a value is invalid.
@@ -89,8 +89,9 @@ AllowUnpatched = Annotated[
 
 
 def argument_texts(docstring: str) -> dict[str, str]:
-    """Return the text of each argument in a docstring's `Args:`, on one line, by the argument's
-    name. The result is {} for a docstring without such a part."""
+    """Return a dict from each argument under `Args:` in a docstring to the argument's text, on one
+    line. Used for the help texts of command-line flags. The result is {} for a docstring without
+    `Args:`."""
     part = re.search(
         r"^Args:\n(.*?)(?:^\S|\Z)", inspect.cleandoc(docstring), re.DOTALL | re.MULTILINE
     )
@@ -111,12 +112,12 @@ def first_sentence(text: str) -> str:
 
 
 def add_flags(function: Callable[..., T]) -> Callable[..., T]:
-    """Return the function with another signature for typer, in which one parameter for each setting
-    replaces `**settings`. typer makes a flag of each parameter. The function itself is changed, not
-    a copy.
+    """Add command-line flags to the function of a typer command: a decorator. One parameter for
+    each setting of `streambp launch` replaces `**settings` in the signature, and typer makes a flag
+    of each parameter. Return the function itself, changed in place.
 
-    The settings are `StreamConfig`'s fields and `at`. A flag that is not on the command line has
-    the value None.
+    The settings are the fields of `StreamConfig`, and `at` (when models are patched). A flag that
+    is not on the command line has the value None.
     """
     signature = inspect.signature(function, eval_str=True)
     arguments = []
@@ -164,7 +165,7 @@ def add_flags(function: Callable[..., T]) -> Callable[..., T]:
 
 
 def settings_from_flags(arguments: Any) -> LaunchSettings:
-    """Return the `LaunchSettings` from a command line's parsed arguments.
+    """Return the `LaunchSettings` from the parsed arguments of `streambp launch`.
 
     Args:
         arguments: object with an attribute for each flag; None: the flag is not on the command
