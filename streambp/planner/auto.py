@@ -509,7 +509,7 @@ def seconds_of(method: Method, rates: Rates, rows: int = 1) -> Callable[[int, in
     step that saves only the layers' inputs. Both arguments are over all rows of the batch.
 
     Args:
-        method: the way to run the step, with its counted memory and FLOPs.
+        method: the way to run the step, with its memory and FLOPs, counted on tensors without data.
         rates: the device's speeds (FLOP/s, bytes/s).
         rows: batch size with which `method` was counted.
     """

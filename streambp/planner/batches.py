@@ -127,18 +127,18 @@ class Batch:
 
 @dataclasses.dataclass(frozen=True)
 class BatchStep:
-    """Predicted step of a batch with padded rows, or with all rows packed into one row.
+    """Predicted training step of a batch of rows of different lengths, either padded or packed into
+    a single row.
 
-    The step is the fastest that fits in memory, over all methods and chunk sizes. If no step fits,
-    it is the step with the lowest peak.
+    The step is the fastest that fits in memory, over all methods (ways to run a step) and chunk
+    sizes. If none fits, the step has the lowest peak memory.
 
     Attributes:
         batch: the batch.
         packed: True if the rows are computed as one packed row.
         tokens: tokens that layers compute, padding included.
         fits: True if the step fits in memory.
-        method: name of the `Method` (settings under which a step was counted), such as "streambp
-            saves attn_out".
+        method: name of the way to run the step, such as "streambp saves attn_out".
         chunk_size: positions of a chunk in each row; a packed batch is one row.
         peak: peak memory of the step on device and host, in bytes.
         resident: peak bytes of the same step if layers save only their inputs, and nothing is moved
@@ -175,7 +175,8 @@ def predict_padded_and_packed(
     memory, the step with the lowest peak is returned.
 
     Args:
-        profile: the model's counted costs for one row (batch_size 1).
+        profile: the model's memory and FLOPs for one row (batch_size 1), counted on tensors without
+            data.
         batch: the batch.
         memory: limits of the GPU and the host.
         setting: the training setting, such as optimizer and number of GPUs.
@@ -240,7 +241,7 @@ def work(method: Method, batch: Batch, packed: bool, chunk_size: int) -> dict[st
     "forward" of all layers, "backward", "head" and so on.
 
     Args:
-        method: the way to run the step, with its counted memory and FLOPs.
+        method: the way to run the step, with its memory and FLOPs, counted on tensors without data.
         batch: the batch.
         packed: True for the batch as one packed row; False for padded rows.
         chunk_size: positions of a chunk in each row.

@@ -101,7 +101,8 @@ class LiveBytes(TorchDispatchMode):
 
     def alive(self, first: int, stop: int) -> int:
         """Return the bytes of those storages that still exist, among storages number `first` to
-        `stop` (exclusive) in the order of creation. A module's activations are counted this way."""
+        `stop` (exclusive) in the order of creation. The bytes that a module saves for backward are
+        measured this way."""
         return sum(size for number, size, _ in self._alive.values() if first <= number < stop)
 
     def _track(self, storage: torch.UntypedStorage) -> None:
@@ -541,9 +542,10 @@ def add_flops(number: float, byte_count: float = 0.0) -> None:
 
 @contextlib.contextmanager
 def one_kernel(traffic: float, to_host: float = 0.0, from_host: float = 0.0) -> Iterator[None]:
-    """Context manager in which all operations together count as one kernel launch with the given
-    bytes, in all active `StepCount`s. The operations' own bytes and dispatches are not counted,
-    their FLOPs and allocations are.
+    """Context manager for torch operations that replace a single kernel, when the costs of a step
+    are counted. All active `StepCount`s add one kernel launch with the bytes in `traffic`, and not
+    the bytes and dispatches of the operations. FLOPs and allocations of the operations are added as
+    usual.
 
     Args:
         traffic: bytes that the kernel reads and writes on the device.

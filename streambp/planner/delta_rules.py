@@ -82,8 +82,8 @@ def delta_rule(
 
 
 class DeltaRuleSizes:
-    """Sizes of one call of fla's delta-rule kernel, and methods that create empty tensors of its
-    usual shapes, by which the kernel's memory is counted.
+    """Sizes of one call of fla's delta-rule kernel. The methods create empty tensors in the shapes
+    that the kernel allocates, so that its memory is counted without running the kernel.
 
     Args:
         k: keys [B, T, H, K]; the new tensors get their dtype and device.
@@ -129,9 +129,11 @@ class DeltaRuleSizes:
         costs. The FLOPs are those of matrix products, for each token and value head.
 
         Args:
-            between: number of products of a token with a state [K, V].
-            within: number of products of a token with all tokens of its block. The products have K
-                or V columns; the mean of both is counted.
+            between: number of times that the kernel multiplies a token's vector with a state [K,
+                V].
+            within: number of times that the kernel multiplies a token with all tokens of its block,
+                which the kernel processes together. The vectors have K or V columns; the mean of
+                both is used.
         """
         pairs = 2 * between * self.keys * self.values + within * BLOCK_TOKENS * (
             self.keys + self.values

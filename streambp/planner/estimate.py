@@ -75,10 +75,13 @@ class Estimate:
     methods: tuple[MethodEstimate, ...]
 
     def method(self, name: str) -> MethodEstimate:
-        """Return the costs of a step with one method, by the method's name.
+        """Return the memory, FLOPs and seconds of a step with one method (way to train).
+
+        Args:
+            name: the method's name, such as "checkpointing".
 
         Raises:
-            ConfigError: no method of this name was counted.
+            ConfigError: the estimate has no method of this name.
         """
         return entry_of({method.name: method for method in self.methods}, name)
 

@@ -25,8 +25,8 @@ def exchanged_bytes(
     which is not sent.
 
     Args:
-        split: the kind of sequence sharding (Ulysses or context parallelism), with its counted
-            bytes.
+        split: the kind of sequence sharding (Ulysses or context parallelism), with the bytes that
+            are exchanged for each token.
         seq_len: positions of a full row, over all ranks.
         setting: the training setting, which has the number of ranks.
 

@@ -40,9 +40,8 @@ class UncountedHost(Engine):
             return torch.empty(size, dtype=torch.uint8)
 
     def copy(self, queue: str, target: Tensor, source: Tensor) -> None:
-        """Copy `source` to `target`, both of one shape [...]. The bytes count as traffic between
-        device and host, from which the planner predicts seconds. Only the allocation of host memory
-        stays uncounted.
+        """Copy `source` to `target`, both of the same shape [...], between device and host. The
+        bytes are added to the step's traffic, from which the planner predicts seconds.
 
         Args:
             queue: `TO_HOST_QUEUE` or `FROM_HOST_QUEUE`, the direction of the copy.
@@ -94,8 +93,9 @@ class CountingManager(OffloadManager):
         optional: bool,
         needs_clone: bool = False,
     ) -> TensorEntry | None:
-        """Store a tensor [...] on the host like `OffloadManager.move_to_host`, and count its bytes
-        of host memory. Return the record of the copy.
+        """Store a tensor [...] on the host like `OffloadManager.move_to_host`, and add its bytes to
+        the host memory of the step. Return the record of the copy, from which backward reads the
+        tensor.
 
         The bytes of all tensors saved for backward are added up. Keys and values are on the host
         for one layer at a time, so the largest layer's bytes are counted.

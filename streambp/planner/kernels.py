@@ -67,14 +67,15 @@ class CountedCalls:
         self._counted_calls: dict[Any, CountedCall | None] = {}
 
     def run(self, function: Callable[..., Any], key: Any, *args: Any) -> Any:
-        """Return `function(*args)`, or new tensors like its results if a call with the same
-        function, `key` and shapes was counted before.
+        """Return `function(*args)`, and record the call's memory and FLOPs. If an earlier call had
+        the same `key` and shapes, do not call the function. Return new tensors in the shapes of its
+        results instead, and add the recorded memory and FLOPs to the step's.
 
         Args:
             function: a function that frees all its allocations, except for its results, before it
                 returns.
             key: values that decide memory and cost, in addition to the shapes of tensors.
-            args: the arguments. Tensors have any shape.
+            args: the function's arguments, among them meta or fake tensors of any shape.
         """
         counts = running_counts(StepCount)
         # A count of split sequences assigns each allocation to this rank or to others.

@@ -120,8 +120,11 @@ def costs_as_json(costs: Iterable[LayerCost]) -> dict[str, Any]:
 
 
 def costs_from_json(saves: Mapping[str, Any]) -> dict[int, LayerCost]:
-    """Return bytes and FLOPs of the tensors that each layer may save, by layer index, from the
-    result of `counted_saves` or `costs_as_json`."""
+    """Return the bytes and FLOPs of the tensors that each layer may save, as a dict by layer index.
+
+    Args:
+        saves: this data as JSON types, from `counted_saves` or `costs_as_json`.
+    """
     kinds = []
     for kind in saves["kinds"]:
         products = {}

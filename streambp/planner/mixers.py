@@ -223,13 +223,13 @@ def replace_mixers(model: nn.Module, mixers: Mixers) -> contextlib.AbstractConte
 
 
 def is_counted(package: str, mixers: Mixers) -> bool:
-    """True if memory and FLOPs of recurrent and convolutional layers are counted as if the layers
-    used this package's kernels. False: transformers' plain torch code is counted.
+    """True if a model's memory and FLOPs are predicted for this package's kernels in recurrent and
+    convolutional layers. False: they are predicted for transformers' plain torch code.
 
     Args:
         package: the package, such as "fla".
-        mixers: the packages to count. All packages ("kernels"), packages that can be imported
-            ("installed") or none ("torch").
+        mixers: the packages whose kernels are assumed. All packages ("kernels"), packages that can
+            be imported ("installed") or none ("torch").
     """
     return mixers == "kernels" or (mixers == "installed" and is_installed(package))
 
@@ -245,9 +245,9 @@ def is_installed(package: str) -> bool:
 
 
 def assumed_kernels(model: nn.Module, mixers: Mixers) -> str:
-    """Return text about the counted costs of recurrent and convolutional layers: the packages whose
-    kernels were assumed, and the packages in whose place plain torch was counted. "" if the model
-    has no such layers.
+    """Return a note for a plan of a model with recurrent or convolutional layers; "" for other
+    models. The note names the packages whose kernels the plan assumes, and the packages in whose
+    place the plan assumes plain torch code.
 
     Args:
         model: the model.

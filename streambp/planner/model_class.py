@@ -36,7 +36,7 @@ def build_as(config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
     use_bidirectional_attention, or if transformers' class for it is a masked language model. A
     bidirectional model has a language-model head, unless `architectures` names a class without head
     (an embedding model). An encoder-decoder has encoder and decoder. A model of images and text is
-    counted without images.
+    returned complete, but its steps run later without images.
 
     Args:
         config: the configuration, which is not changed.
@@ -206,8 +206,8 @@ def counted_stack(model: nn.Module) -> Stack:
 
 
 def is_encoder_decoder(model: nn.Module) -> bool:
-    """True if the model has a decoder that reads an encoder's output. A counted step then needs an
-    input for the encoder as well."""
+    """True if the model has a decoder that reads an encoder's output. A training step of such a
+    model needs an input for the encoder as well."""
     return getattr(getattr(model, "config", None), "is_encoder_decoder", False) is True
 
 
@@ -263,8 +263,9 @@ def loss_of(
 def assumptions(
     model: nn.Module, layers: Iterable[nn.Module], has_head: bool, encoder_len: int | None
 ) -> tuple[str, ...]:
-    """Return texts for a plan, with the assumptions under which memory was counted for a model that
-    is no causal language model. () for a causal language model.
+    """Return notes for a plan of a model that is no causal language model (an encoder-decoder or a
+    model of images, for example): what its predicted memory assumes. () for a causal language
+    model.
 
     Args:
         model: the model.

@@ -103,8 +103,8 @@ class CountedExperts(CountedPackedWeight):
 
 
 def pack_experts(layer: nn.Module) -> int:
-    """Replace the frozen weights [E, n, m] of a layer's E experts by packed 4-bit weights, when
-    memory is counted. Return the number of replaced weights."""
+    """Replace the frozen weights [E, n, m] of a layer's E experts by packed 4-bit weights, in a
+    model without data whose memory will be counted. Return the number of replaced weights."""
     return sum(_pack(module, name) for module, name in list(_frozen_experts(layer)))
 
 
@@ -123,8 +123,8 @@ def _frozen_experts(layer: nn.Module) -> Iterator[tuple[nn.Module, str]]:
 
 
 def _pack(module: nn.Module, name: str) -> int:
-    """Replace a parameter [E, n, m] of a module by a packed 4-bit one, as bitsandbytes'
-    `replace_parameter_4bit` does. Return 1, which the caller adds up to the number of weights."""
+    """Replace a parameter [E, n, m] of a module by a packed 4-bit parameter, as bitsandbytes'
+    `replace_parameter_4bit` does. Return 1: the caller adds up the number of replaced weights."""
     weight = module._parameters[name]
     assert weight is not None
     size = int(weight.numel() * FOUR_BIT_BYTES)

@@ -291,7 +291,8 @@ def plan(
     methods: Sequence[str] = (),
     encoder_len: int | None = None,
 ) -> Plan:
-    """Return the fastest settings (`Plan`) with which a step fits into memory, without a GPU.
+    """Return the fastest settings (`Plan`) with which a training step fits into memory. No GPU is
+    needed.
 
     Args:
         seq_len: positions of a full sequence, as a number or "64k", also if ranks share it
@@ -304,12 +305,13 @@ def plan(
         setting: GPUs, ZeRO stage and optimizer; `Setting()` if None.
         rates: speeds of the GPU, for seconds: a name in `rates.DEVICES`, a file of
             `--measure-device`, or `Rates`.
-        cache: store the counted profile for later plans of this model, and reuse a stored one.
+        cache: store the model's memory and FLOPs in a file for later plans, and reuse a stored
+            file.
         said: progress callback; arguments are a text and the finished fraction.
-        every_split: count every kind of sequence sharding, not the setting's alone, for a web page.
+        every_split: predict every kind of sequence sharding, not the setting's alone (for a page).
         lora_targets: names of the Linears that get adapters; empty: all that peft accepts.
         with_liger: plan as if liger-kernel were installed.
-        methods: names of the methods (`Method.name`) to count; empty: all.
+        methods: names of the ways to run a step (`Method.name`) to compare; empty: all.
         encoder_len: positions of each row of an encoder-decoder's encoder; None: the decoder's
             (`seq_len`), or the number that the configuration fixes.
 
@@ -412,8 +414,8 @@ def plan_step(
     setting: Setting,
     rates: Rates = DEVICES[DEFAULT_DEVICE],
 ) -> Plan:
-    """Return a `Plan` that has the fastest step and the prediction for `patch(model)`, but nothing
-    that only a report shows. Plans are compared by these two.
+    """Return a `Plan` with only the fastest step and the prediction for `patch(model)`, by which
+    plans with different options are compared. Everything that only a report shows is left out.
 
     `binds`, `levers`, `longest`, `times` and `both_rooms` of the result are empty. All else is as
     `plan_profile` returns it, with the same arguments and errors.
@@ -452,8 +454,8 @@ def plan_step(
 
 @functools.lru_cache(maxsize=MAX_CACHED_SETTINGS)
 def _set_host_layers(setting: Setting, on_host: HostLayers | None) -> Setting:
-    """Return a copy of the setting with other layers in host memory. A copy checks all fields, and
-    a plan asks for the same few copies thousands of times.
+    """Return a copy of the setting with other layers in host memory. Copies are cached: a plan
+    needs the same few thousands of times, and a new copy checks all fields.
 
     Args:
         setting: the training setting.
@@ -463,8 +465,8 @@ def _set_host_layers(setting: Setting, on_host: HostLayers | None) -> Setting:
 
 
 def allow_host_weights(profile: Profile, setting: Setting) -> Setting:
-    """Return a copy of the setting, in which `on_host` states if a plan may move layers' weights to
-    host memory.
+    """Return a copy of the setting, whose field `on_host` states if a plan may move layers' weights
+    to host memory.
 
     `on_host` has all layers if weights may move; for each step, the plan then moves the layers that
     the step needs to move. `on_host` is None if no weights may move: with weights="device", for
@@ -600,7 +602,7 @@ def options(
     """Yield one `Choice` for each method (way to run a step) and each chunk size that a plan tries,
     also for steps that do not fit into memory.
 
-    An unpatched method has no chunks and yields one `Choice`.
+    An unpatched method has no chunks and yields a single `Choice`.
 
     Args:
         profile: the model's memory and FLOPs, counted on tensors without data.

@@ -199,7 +199,8 @@ class Node:
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """Counted memory and costs of a model's training steps, for a batch of `batch_size` rows.
+    """Memory and FLOPs of a model's training steps for a batch of `batch_size` rows. The steps ran
+    on tensors without data, so that their costs were counted; other steps are predicted from these.
 
     Attributes:
         model: the model's class name.
@@ -208,7 +209,7 @@ class Profile:
         batch_size: number of rows.
         groups: numbers and bytes of dense and of expert parameters.
         unsharded: bytes of full parameters that ZeRO-3 has on a rank at a time.
-        methods: each counted way to run a step, such as gradient checkpointing, with its costs.
+        methods: the ways to run a step, such as gradient checkpointing, with their costs.
         tree: the model's modules with their parameters and activations.
         left_out: texts that name the unpatched methods and the kinds of sequence sharding that
             could not be counted, with reasons.
@@ -472,14 +473,15 @@ def peak(profile: Profile, method: Method, seq_len: int, chunk_size: int, settin
 def work(
     method: Method, seq_len: int, chunk_size: int, setting: Setting | None = None
 ) -> dict[str, Work]:
-    """Return the FLOPs, bytes read and written, and dispatches of a step, by kind of phase
-    ("forward" of all layers, "head" and so on).
+    """Return the predicted costs of a step, as a dict by kind of phase ("forward" of all layers,
+    "head" and so on). Costs are FLOPs, bytes read and written, and dispatches (operations that
+    torch starts).
 
     FLOPs and bytes are summed over the ranks that share the sequence; dispatches are those of one
     rank.
 
     Args:
-        method: the way to run the step, with its counted memory and FLOPs.
+        method: the way to run the step, with its memory and FLOPs, counted on tensors without data.
         seq_len: positions of a row (of the full sequence, if ranks share it).
         chunk_size: positions of a chunk on one rank.
         setting: the training setting; None: one rank.
@@ -570,7 +572,7 @@ def flops(method: Method, seq_len: int, chunk_size: int, setting: Setting | None
     """Return the FLOPs of one step, summed over all ranks that share the sequence.
 
     Args:
-        method: the way to run the step, with its counted memory and FLOPs.
+        method: the way to run the step, with its memory and FLOPs, counted on tensors without data.
         seq_len: positions of a row (of the full sequence, if ranks share it).
         chunk_size: positions of a chunk on one rank.
         setting: the training setting; None: one rank.

@@ -47,7 +47,8 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class CountRequest:
-    """Arguments for counting a model's memory and FLOPs: the model, and the assumptions.
+    """Arguments of a count: the model whose training steps run on tensors without data to count
+    memory and FLOPs, and what is assumed about dtype, kernels and so on.
 
     Attributes:
         source: an id on the Hub, a checkpoint's folder, a config.json, a configuration, or a model.
@@ -114,13 +115,15 @@ def count_profile(
     cache: bool = False,
     on_progress: ProgressCallback | None = None,
 ) -> Profile:
-    """Return a model's counted memory and costs (`Profile`), for several ways to run a step.
+    """Return the memory and FLOPs of a model's training steps (`Profile`) for several ways to run a
+    step. The steps run on tensors without data, to count their costs.
 
     Args:
         request: the model, and the assumptions about dtype, kernels and so on.
         recipes: the ways to run a step, such as gradient checkpointing.
-        cache: True: read the profile from a file of an earlier, equal count in `folder()`, or count
-            and write this file. False: always count. A built model (`nn.Module`) is always counted.
+        cache: True: read the result from a file in `folder()`, if an earlier call with equal
+            arguments wrote the file; otherwise write the file. False: use no file. No file is used
+            if the source is a built model (`nn.Module`).
         on_progress: progress callback; arguments are a text and the finished fraction. None: a line
             on the terminal says that steps are counted.
 
@@ -173,9 +176,9 @@ def folder() -> Path:
 
 
 def code_in_use() -> list[Any]:
-    """Return a list of three: versions of libraries, installed packages with kernels, and a digest
-    of this package's sources. The memory and FLOPs that are counted for a model depend on all
-    three. A cached file with such counts is used only if the three are unchanged."""
+    """Return a list of three values: versions of libraries, installed packages with kernels, and a
+    digest of this package's sources. The counted memory and FLOPs of a model depend on these. A
+    cached file with memory and FLOPs is used only if the three are unchanged."""
     packages = sorted({LIGER, *(kernel.package for kernel in MIXER_KERNELS)})
     versions = dict.fromkeys(VERSIONED_PACKAGES, "")
     for package in VERSIONED_PACKAGES:

@@ -54,7 +54,7 @@ def seconds(
     """Return the predicted seconds of a training step (forward and backward) on one rank.
 
     Args:
-        method: the way to run the step, with its counted memory and FLOPs.
+        method: the way to run the step, with its memory and FLOPs, counted on tensors without data.
         seq_len: positions of a row.
         chunk_size: positions of a chunk.
         rates: the device's speeds (FLOP/s, bytes/s).
@@ -120,12 +120,12 @@ def kernels(part: Work, rates: Rates, ranks: int = 1) -> tuple[float, float, flo
 def min_hiding_length(
     method: Method, chunk_size: int, rates: Rates, setting: Setting
 ) -> int | None:
-    """Return the smallest number of positions of a row at which copies of weights from the host
-    take no extra time, because the layers' kernels take longer. None if the copies take longer at
-    every length up to 2^24 positions.
+    """Return the smallest row length (in positions) at which copies of weights from the host do not
+    slow a step down. The copies run at the same time as the layers' kernels, and shorter rows need
+    less kernel time. None if the copies take longer at every length up to 2^24 positions.
 
     Args:
-        method: the way to run the step, with its counted memory and FLOPs.
+        method: the way to run the step, with its memory and FLOPs, counted on tensors without data.
         chunk_size: positions of a chunk.
         rates: the device's speeds (FLOP/s, bytes/s).
         setting: the training setting, with the layers whose weights are on the host.

@@ -315,9 +315,9 @@ class Skeleton:
         return {"frozen": frozen, "trained": trained, "decoded": max(decoded)}
 
     def reduce(self) -> ShrunkModel:
-        """Remove layers of the model, so that a few layers of each structure represent all layers
-        when the costs of a step are counted. Only the first call removes layers. Return the
-        `ShrunkModel` with the indices of the remaining layers."""
+        """Remove layers of the model, to count the memory and FLOPs of steps in less time: a few
+        layers of each structure represent all layers. Only the first call removes layers. Return
+        the `ShrunkModel` with the indices of the remaining layers."""
         if self._reduced is None:
             self._reduced = reduced_layers(self.model)
             self._reduced.apply(self.model)
@@ -638,14 +638,15 @@ class ShrunkModel:
 
 
 def reduced_layers(model: nn.Module) -> ShrunkModel:
-    """Return the selection of layers (`ShrunkModel`) that represents all layers of a model when the
-    costs of a step are counted: the first, the last, and one between the two.
+    """Return a selection of layers (`ShrunkModel`): the first, the last, and a layer between the
+    two. The memory and FLOPs of a step are counted with these layers alone, which represent all
+    layers of the model.
 
-    A kind is a set of layers with the same structure. If there are several kinds, or recurrent
-    states, two layers of each kind between the first and the last are selected. The reason is work
-    that happens once, in backward of the first layer of a kind, and not in each layer. All layers
-    are selected if layers read another layer's keys and values (`num_kv_shared_layers`), or if the
-    layers are in no `ModuleList` of the backbone.
+    Layers with the same structure are of one kind. If the model has several kinds, or layers with
+    recurrent states, two layers of each kind between the first and the last are selected. A second
+    layer is needed because some work happens only once, in backward of the first layer of a kind.
+    All layers are selected if layers read another layer's keys and values (`num_kv_shared_layers`),
+    or if the layers are in no `ModuleList` of the backbone.
     """
     stack = counted_stack(model)
     depth = len(stack.layers)

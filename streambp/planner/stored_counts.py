@@ -75,9 +75,9 @@ VERSIONED_LIBRARIES = frozenset(("builtins", "torch", "typing"))  # covered by a
 
 
 class StoredCount(NamedTuple):
-    """Counted costs of a patched model's training step, as they are stored in a file: memory,
-    FLOPs, and the tensors that layers may save for backward. The step was run on tensors without
-    data.
+    """Costs of a patched model's training step, as they are stored in a file: memory, FLOPs, and
+    the tensors that layers may save for backward. The step ran on tensors without data, to count
+    these costs.
 
     Attributes:
         method: the step's counted memory and FLOPs.
@@ -95,10 +95,10 @@ class StoredCount(NamedTuple):
 
 
 def key_of(model: nn.Module, config: StreamConfig, cast: torch.dtype | None) -> str | None:
-    """Return a digest of the model's structure, the settings, the versions and the code on which a
-    step's counted memory and FLOPs depend. The digest is the name of the file with these costs.
-    None if the model cannot be described. No weight's value is in the digest, because the costs
-    depend on no value.
+    """Return the name of the file that stores the counted memory and FLOPs of a model's training
+    step: a digest of everything on which these costs depend. This is the model's structure, the
+    settings, versions and code, and no weight's value. Return None if the model cannot be
+    described.
 
     Args:
         model: the patched model.

@@ -106,11 +106,13 @@ def best_change(
     training: Training | None,
     max_seconds: float = math.inf,
 ) -> Remedy | None:
-    """Return the fastest plan with another training or another setting than `base_plan`, with the
-    options that request it. None if no such plan fits within `max_seconds`.
+    """Return the fastest plan with another kind of training (LoRA, for example) or another setting
+    than `base_plan`, with the command-line options that request the plan. None if no step of such a
+    plan fits into memory and takes at most `max_seconds`.
 
-    The settings are the plan's own, and its variants with weights or optimizer state in host
-    memory. Among plans at most 2 % slower than the fastest, the result has the fewest options.
+    The settings that are tried are the plan's own, and variants with weights or optimizer state in
+    host memory. Among plans at most 2 % slower than the fastest, the plan with the fewest options
+    is returned.
 
     Args:
         base_plan: the plan whose setting changes.
@@ -210,8 +212,8 @@ def _fewer_tokens(
     profile: Profile,
     training: Training | None,
 ) -> Remedy | None:
-    """Return the plan of the longest sequence that fits, with the command-line options for this
-    plan. None if no sequence fits, or if this sequence is not shorter than the requested one.
+    """Return the plan for the longest sequence that fits into memory, with the command-line options
+    that request this plan. None if no sequence fits, or if the requested sequence fits.
 
     Args:
         plan: the plan that does not fit.
