@@ -73,8 +73,9 @@ class StepNeed(MemoryNeed):
     batch.
 
     Attributes:
-        method: the memory of the step (`Method`), counted on a copy of the model without data, as
-            functions of a row's tokens and a chunk's tokens.
+        method: the memory of each part of the step (the backward of a layer, for example), as
+            functions of a row's tokens and a chunk's tokens. The bytes were counted on a copy of
+            the model without data.
         factor: number by which the counted bytes are multiplied, for autocast; 1.0 without
             autocast.
         casts: bytes of autocast's half-precision copies of weights, added after the multiplication
@@ -525,7 +526,7 @@ def host_figures(
     memory and FLOPs of such a step, which were counted on tensors without data.
 
     Args:
-        need: prediction of the step's bytes; `need.method` has its FLOPs and copied bytes.
+        need: prediction of the step's bytes; `need.method` has the step's FLOPs and copied bytes.
         rates: the device's speeds (FLOP/s, bytes/s).
         rows: batch size with which the step was counted.
         set_aside: bytes of host memory that an engine with CPU offloading (ZeRO-Offload) will

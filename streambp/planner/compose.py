@@ -133,9 +133,10 @@ def fit(
     start. The latter may be larger in long rows or large chunks, and the larger value counts.
 
     Args:
-        points: (T, C) of each counted step: tokens of a row, and tokens of a chunk.
-        phases: the phases of each counted step, in order.
-        shrunk_model: the kind of each layer of the full model.
+        points: (T, C) of each of these steps: tokens of a row, and tokens of a chunk.
+        phases: the phases of each of these steps, in order. A phase is the forward or backward of a
+            layer, of the head or of the embedding.
+        shrunk_model: has the kind of each layer of the full model.
         adds_biases: True for models whose attention adds T5's bias, so that bytes also grow with
             T^2 or T C.
     """

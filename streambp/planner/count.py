@@ -82,7 +82,8 @@ class LiveBytes(TorchDispatchMode):
         return False
 
     def reset_peak(self) -> None:
-        """Set the recorded peak to the bytes that exist now, at the start of a phase."""
+        """Set the recorded peak to the bytes that exist now. Called at the start of each phase of a
+        step (a layer's forward, for example), to measure the phase's peak."""
         self.peak = self.live
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -138,12 +138,13 @@ def predict_default_step(
 
 
 def _peak_with_saves(phases: Mapping[str, float], plan: Mapping[int, list[Candidate]]) -> float:
-    """Return the peak memory of a step in bytes: the largest number of bytes on the device in a
-    phase, saved tensors included.
+    """Return the peak memory of a step in bytes, tensors saved for backward included: the maximum
+    over the phases of the step, such as the backward of each layer.
 
     Args:
-        phases: bytes of each phase without saved tensors, by name such as "backward 35".
-        plan: tensors that each layer saves, by the layer's index.
+        phases: dict from a phase's name, such as "backward 35", to bytes on the device without
+            saved tensors.
+        plan: dict from a layer's index to the tensors that the layer saves.
     """
     largest = 0.0
     for name, total in phases.items():

@@ -70,8 +70,9 @@ class DevicePart:
     inputs: Mapping[int, float]
 
     def of_phase(self, phase: Phase, size: float, share: float, tokens: int) -> tuple[float, float]:
-        """Return a pair (index, bytes). The bytes are those in use on this device in a phase of a
-        step. The index is that of the last layer whose saved tensors are then in memory.
+        """Return a pair (index, bytes) for a phase of a step, such as the backward of a layer. The
+        bytes are those in use on this device. The index is that of the last layer whose saved
+        tensors are then in memory.
 
         The index is infinity in forward and in the head, whose phases come before all layers'
         backward. The index is -1 in backward of the embedding, which comes after all layers'
@@ -79,7 +80,7 @@ class DevicePart:
 
         Args:
             phase: the phase, such as the backward of layer 35, with its bytes of gradients.
-            size: bytes of the phase in a model on one device.
+            size: bytes of the phase if the full model were on one device.
             share: fraction of the gradients' bytes that a step adds to this rank's memory; less
                 than 1 if ZeRO or FSDP2 shards gradients.
             tokens: tokens over all rows.

@@ -57,7 +57,8 @@ class MethodEstimate:
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """Result of `estimate`: costs of a step with each method, such as gradient checkpointing.
+    """Result of `estimate`: memory, FLOPs and seconds of a training step that is run in several
+    ways (methods), such as gradient checkpointing.
 
     Attributes:
         profile: the model's memory and FLOPs, counted on tensors without data. The function
@@ -118,8 +119,8 @@ def estimate(
             a model.
         seq_len: positions of a row. Packed documents cost the same memory as one long document.
         batch_size: number of rows.
-        chunk_size, saves, offload: as in `StreamConfig`; "auto" is the chunk size that `patch`
-            chooses on a device whose free memory is unknown.
+        chunk_size, saves, offload: settings of streambp, the fields of `StreamConfig`. The chunk
+            size "auto" is that of `patch` on a device with unknown free memory.
         setting: the training setting: number of GPUs, ZeRO stage, optimizer and so on; None:
             `Setting()`, one GPU with Adam.
         lora: rank of adapters on every Linear of the layers; all other parameters are frozen. A

@@ -60,8 +60,9 @@ class UncountedHost(Engine):
 class CountingManager(OffloadManager):
     """Offload manager that adds up the host bytes of a step, without real copies to pinned memory.
 
-    The sum has the bytes of the tensors that are stored until backward. If a layer's keys and
-    values are streamed from the host, those of the largest layer are added.
+    The sum has the bytes of the tensors that are stored until backward. If layers read keys and
+    values from the host chunk by chunk, those of the largest layer are added: only one layer's are
+    on the host at a time.
 
     Args:
         layers: number of layers of the model.

@@ -128,9 +128,10 @@ def fewest_layers(sizes: Sequence[int], lacking: float, decoded: int = 0) -> Hos
 
 
 def add_copies(step: Mapping[str, Work], on_host: HostLayers | None) -> dict[str, Work]:
-    """Return the costs of a step (`Work`) by kind of phase. Layers whose weights are in host memory
-    get separate entries ("forward, weights from the host", for example), which include the copies
-    of weights and gradients.
+    """Add the copies of weights and gradients between host and device to the costs of a step.
+    Return the costs (`Work`) by kind of phase ("forward" of all layers, for example). Layers whose
+    weights are in host memory get entries of their own ("forward, weights from the host", for
+    example).
 
     Weights are copied to the device in forward and in backward, gradients to the host in backward.
     The last two of these layers are still on the device when backward begins, so their weights are

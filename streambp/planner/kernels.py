@@ -191,8 +191,9 @@ def launched_kernels(calls: CountedCalls) -> Iterator[None]:
 
     def plain(kernel: MathKernel, function: Callable[..., Any], *args: Any) -> Any:
         """Return the results of attention by matrix products and softmax in torch, over a block of
-        queries and keys, in forward or backward. Calls with known shapes return tensors without
-        values, and add the first such call's memory and FLOPs to the step's.
+        queries and keys, in forward or backward. Only the first call for given shapes computes.
+        Later calls return tensors without values, and add the first call's memory and FLOPs to the
+        step's.
 
         Args:
             kernel: the object that computes attention in torch.

@@ -135,12 +135,12 @@ ENCODER_FEATURES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 
 @dataclasses.dataclass(frozen=True)
 class PhaseLaws:
-    """FLOPs, bytes and dispatches (operations that torch starts) of one kind of phase in a step, as
-    functions of a row's tokens T and a chunk's tokens C. Kinds are "embedding", "forward" of all
-    layers, "backward" of all layers, "head" and so on.
+    """Costs of one part of a training step, as functions of a row's tokens T and a chunk's tokens
+    C. Parts (kinds of phases) are "embedding", "forward" of all layers, "backward" of all layers,
+    "head" and so on. Costs are FLOPs, bytes and dispatches (operations that torch starts).
 
     Attributes:
-        name: the kind.
+        name: the part's name, such as "forward".
         laws: a function of T and C for each field of `Work` (FLOPs, bytes, dispatches), in the
             order of the fields.
         k_block: number of keys in an attention block, the part of the keys that one kernel call
@@ -157,10 +157,12 @@ class PhaseLaws:
     floors: tuple[Law, ...] = ()
 
     def at(self, step: Features) -> Work:
-        """Return the FLOPs, bytes and dispatches that a step spends in this kind of phase.
+        """Return the FLOPs, bytes and dispatches (operations that torch starts) of this part of a
+        step, such as the forward of all layers.
 
         Args:
-            step: the features of the step: T, C, the number of chunks and so on.
+            step: the features of the step: T (a row's tokens), C (a chunk's tokens), the number of
+                chunks and so on.
         """
         work = Work(*(max(0.0, law.at(step)) for law in self.laws))
         if not self.floors:
@@ -235,11 +237,11 @@ def _features_of_work(
     name: str, is_chunked: bool, encoder: Encoder, adds_biases: bool
 ) -> Mapping[str, tuple[str, ...]]:
     """Return a dict from each field of `Work` ("products", "traffic" and so on) to the names of the
-    features on which this cost depends, for one kind of phase. Features are T (a row's tokens), C
+    features on which this cost depends, for one part of a step. Features are T (a row's tokens), C
     (a chunk's tokens), T^2 and so on. `fit_work` determines a coefficient for each.
 
     Args:
-        name: the kind of phase, such as "forward" of all layers.
+        name: the part of the step, such as "forward" of all layers.
         is_chunked: True for steps that are computed chunk by chunk.
         encoder: length of the rows of the model's encoder: "fixed", "same" as the decoder's, or ""
             without encoder.
@@ -279,15 +281,16 @@ def fit_work(
     encoder: Encoder = "",
     adds_biases: bool = False,
 ) -> PhaseLaws:
-    """Return functions that predict the FLOPs, bytes and dispatches of one kind of phase for any
-    step. The functions are linear in features such as T (a row's tokens), C (a chunk's tokens) and
-    the number of chunks. Each function is fitted through steps that ran on tensors without data, so
-    that their costs were counted. A function of n coefficients needs n points or more.
+    """Return functions that predict the FLOPs, bytes and dispatches of a part of a step, such as
+    the forward of all layers, for any length. The functions are linear in features such as T (a
+    row's tokens), C (a chunk's tokens) and the number of chunks. Each function is fitted through
+    steps that ran on tensors without data, so that their costs were counted. A function of n
+    coefficients needs n points or more.
 
     Args:
-        name: the kind of phase, such as "forward" of all layers.
+        name: the part of the step, such as "forward" of all layers.
         points: (T, C) of each step.
-        costs: the phase's counted FLOPs, bytes and dispatches in each step.
+        costs: the part's counted FLOPs, bytes and dispatches in each step.
         k_block: number of keys in an attention block, the part of the keys that one kernel call
             reads.
         count_of_own: number of points, from the first on, through which the bytes copied to and

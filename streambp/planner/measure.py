@@ -33,8 +33,8 @@ from streambp.planner.survey import STREAMED_RECIPES, UNPATCHED_RECIPE, Counter,
 
 @dataclasses.dataclass(frozen=True)
 class PhaseComparison:
-    """Predicted and measured peak of a phase of a training step, in bytes beyond the bytes in use
-    before the step.
+    """Predicted and measured peak memory of a phase of a training step (the forward or backward of
+    a layer, for example), in bytes beyond those in use before the step.
 
     Attributes:
         phase: the phase's name, such as "head" or "backward 35" (for layer 35).
@@ -54,7 +54,8 @@ def compare_step(
     chunk_size: int,
     snapshot: Path | None = None,
 ) -> list[PhaseComparison]:
-    """Run one chunked training step, and return predicted and measured peak bytes of each phase.
+    """Run one training step under streambp, and return the predicted and the measured peak bytes of
+    each phase (the forward or backward of a layer, for example).
 
     The step is measured by the allocator's bytes on an accelerator, and by the bytes of live
     storages elsewhere. A first step, which is not measured, runs before it. The model is patched

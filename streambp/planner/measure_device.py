@@ -120,8 +120,8 @@ def measure_device(kind: str, sizes: MeasuredSizes | None = None) -> Rates:
         streams = [torch.Stream(device) if gpu else contextlib.nullcontext() for _ in range(2)]
 
         def copies() -> None:
-            """Start a copy to the host and a copy from the host, on two streams at the same
-            time."""
+            """Start a copy to the host and a copy from the host at the same time, on two streams of
+            the device, to measure the bandwidth of simultaneous copies."""
             for stream, target, source in zip(
                 streams, (host[0], to_host), (on_device, host[1]), strict=True
             ):

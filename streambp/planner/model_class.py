@@ -166,14 +166,15 @@ def adds_biases(model: nn.Module) -> bool:
 
 
 def refuse_other_biases(model: nn.Module) -> None:
-    """Raise if an attention module adds a bias by the distance of query and key, and is in no layer
-    that streams. LongT5's encoder, which attends in local blocks, has such modules.
+    """Raise if an attention module adds a bias by the distance of query and key, but is in no layer
+    that streambp computes chunk by chunk. LongT5's encoder, which attends in local blocks, has such
+    modules.
 
     Args:
         model: the model.
 
     Raises:
-        UnsupportedModelError: a module outside of the streamed layers adds such a bias.
+        UnsupportedModelError: a module outside of these layers adds such a bias.
     """
     streamed: set[nn.Module] = set()
     for stack in find_stacks(model).stacks:

@@ -84,7 +84,7 @@ class Choice:
     and seconds.
 
     Attributes:
-        method: name of the `Method`, such as "checkpointing" or "streambp saves attn_out".
+        method: name of the way to run the step: "checkpointing" or "streambp saves attn_out", say.
         saves: the value of `StreamConfig.saves`.
         offload: the value of `StreamConfig.offload`.
         chunk_size: positions of a chunk in each row of a rank; `seq_len` for unpatched steps, which
@@ -93,8 +93,8 @@ class Choice:
         peak: peak memory on each rank.
         flops: FLOPs of the step, summed over the ranks that share a sequence.
         seconds: predicted seconds of the step.
-        gpu_memory: the value of `StreamConfig.gpu_memory`, if the step streams keys and values from
-            the host; None otherwise.
+        gpu_memory: the value of `StreamConfig.gpu_memory`, if keys and values are read from the
+            host.
         link: bytes that a rank sends in a step to the ranks that share its sequences; each rank
             receives equally many.
         on_host: layers with weights in host memory; None: no layer.
@@ -512,8 +512,8 @@ def _timed(
     setting: Setting,
     rates: Rates,
 ) -> MethodStep:
-    """Return the seconds of a step of one method (`MethodStep`), with the fastest chunk size that
-    fits into memory. If none fits, the step has the smallest chunk size.
+    """Return the predicted seconds of a step of one method (way to train), with the fastest chunk
+    size that fits into memory. If none fits, the step has the smallest chunk size.
 
     Args:
         profile: the model's memory and FLOPs, counted on tensors without data.
@@ -697,8 +697,8 @@ def set_room(profile: Profile, memory: Memory, setting: Setting) -> Setting:
 def longest_sequence(
     profile: Profile, method: Method, memory: Memory, setting: Setting
 ) -> LongestSequence:
-    """Return the longest sequence with which a step of one method fits into memory, with the
-    smallest chunk size of `chunk_sizes`, which needs the least memory.
+    """Return the longest sequence with which a step of one method (way to train) fits into memory,
+    with the smallest chunk size of `chunk_sizes`, which needs the least memory.
 
     A method whose layers save bytes for each chunk (recurrent states) may need less memory with
     larger chunks. Such a method is tried with every chunk size.

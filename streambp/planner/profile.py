@@ -120,8 +120,8 @@ class Method:
         name: name of this way, such as "checkpointing" or "streambp saves attn_out".
         saves: names of the tensors saved for backward, as in `StreamConfig.saves`.
         offload: "none", or "cpu" if layer inputs and saved tensors wait in host memory.
-        prefix_on_host: True if a layer's keys and values are streamed from the host
-            (`StreamConfig.gpu_memory`).
+        prefix_on_host: True if a layer's keys and values are in host memory, from which each chunk
+            copies them (`StreamConfig.gpu_memory`).
         chunked: True if the sequence is cut into chunks of C; otherwise C has no effect.
         first: memory of each phase (the forward or backward of a layer, for example) of a step
             whose gradients are None at the start.
@@ -508,7 +508,8 @@ def work(
 
 def held_keys(split: SequenceSplit | None, tokens: float, setting: Setting) -> float:
     """Return an amount, in tokens, that measures the keys and values of other ranks' tokens on a
-    rank. The memory of a phase of a step is linear in this amount.
+    rank. The memory of each phase of a step (a layer's backward, for example) is linear in this
+    amount.
 
     Under Ulysses the amount is the shard's tokens times the number of ranks with copies of the same
     keys. Under context parallelism the amount is the tokens of full sequences times the number of

@@ -465,8 +465,8 @@ def _flops_text(flops: float) -> str:
 
 
 def phase_text(name: str) -> str:
-    """Return the name of a phase of a step in words, such as "backward of layer 35" for "backward
-    35"."""
+    """Return the name of a part of a training step in words, such as "backward of layer 35" for the
+    planner's name "backward 35"."""
     kind, _, layer = name.partition(" ")
     if layer.isdecimal():
         return f"{kind} of layer {layer}"
@@ -571,11 +571,12 @@ def progress(stream: TextIO, doing: str) -> Iterator[Callable[[str, float], None
 
 
 def comparison_table(rows: Sequence[PhaseComparison], seq_len: int, chunk_size: int) -> str:
-    """Return a table of predicted and measured peak MiB of each phase, and of the largest peak,
-    with the difference in percent.
+    """Return a table of the predicted and measured peak MiB of each phase of a step (the forward or
+    backward of a layer, for example), with the difference in percent. The last row is the largest
+    peak.
 
     Args:
-        rows: the phases.
+        rows: predicted and measured bytes of each phase, in order.
         seq_len: tokens of a row, for the heading.
         chunk_size: tokens of a chunk, for the heading.
     """

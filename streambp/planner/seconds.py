@@ -34,7 +34,7 @@ class Seconds:
         elementwise: seconds of all other kernels.
         waiting: seconds in which no kernel runs, because copies to or from the host, or the host's
             dispatches of operations, take longer than the kernels.
-        phases: dict from kind of phase, such as "forward" of all layers, to seconds; exchanges
+        phases: dict from parts of the step, such as "forward" of all layers, to seconds; exchanges
             between ranks are left out.
         exchange: seconds of exchanges between the ranks that share a sequence.
     """
@@ -82,7 +82,8 @@ def seconds_of(step: Mapping[str, Work], rates: Rates, ranks: int = 1) -> Second
     """Return the seconds of a step on a device, without exchanges between ranks.
 
     Args:
-        step: the costs (FLOPs, bytes, dispatches) by kind of phase.
+        step: dict from parts of the step, such as "forward" of all layers, to costs: FLOPs, bytes,
+            dispatches (operations that torch starts).
         rates: the device's FLOP/s, bytes/s and seconds for each dispatch.
         ranks: number of ranks that share FLOPs and bytes evenly.
     """

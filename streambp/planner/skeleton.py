@@ -117,8 +117,8 @@ class Skeleton:
         model: the model on meta or fake tensors.
         without_adapters: names of Linears that peft refuses to adapt, or that do not exist.
         adds_biases: True if attention adds a bias by the distance of query and key, as T5's does.
-        own_adapters: True if streamed layers leave LoRA adapters to peft's code. False: they may
-            compute adapters in fused operations, as `StreamConfig.kernels` says.
+        own_adapters: True if LoRA adapters run peft's code under streambp. False: streambp may
+            compute adapters in fused operations, depending on `StreamConfig.kernels`.
 
     Raises:
         StreamBPError: the source is unknown, or `lora` or `bits` do not apply to it.
@@ -229,10 +229,10 @@ class Skeleton:
             yield
 
     def _fused_elsewhere(self) -> AbstractContextManager[None]:
-        """Return a context manager in which unstreamed attention of an encoder-decoder makes
-        FlashAttention's allocations on a GPU. This attention is in the encoder's layers, and from
-        the decoder to the encoder's output. The context manager does nothing for other models and
-        on a CPU."""
+        """Return a context manager for an encoder-decoder, in which attention that streambp does
+        not compute chunk by chunk is counted as FlashAttention. This is the attention in the
+        encoder's layers, and from the decoder to the encoder's output. Otherwise a [T, T] matrix
+        would be counted. The context manager does nothing for other models and on a CPU."""
         if self.device == "cuda" and is_encoder_decoder(self.model):
             return fused_sdpa()
         return contextlib.nullcontext()

@@ -59,7 +59,8 @@ class SplitCount(StepCount):
         self._marking = 0
 
     def reset_peak(self) -> None:
-        """Set `peak` and `max_other_bytes` to the bytes that exist now, at the start of a phase."""
+        """Set `peak` and `max_other_bytes` to the bytes that exist now. Called at the start of each
+        phase of a step (a layer's forward, for example), to measure the phase's peak."""
         super().reset_peak()
         self.max_other_bytes = {self._keys: self.live - self._keys}
 
