@@ -74,8 +74,9 @@ def observed_layer_costs(
 
 
 def counted_saves(skeleton: Skeleton, layers: int) -> dict[str, Any] | None:
-    """Return bytes and FLOPs of the tensors that each layer may save under saves="auto", as JSON
-    types for `Profile.saves`. None if they cannot be counted on meta tensors.
+    """Run a step on meta tensors, to see which tensors each layer may save for backward with
+    saves="auto". Return the bytes and FLOPs of these tensors, as JSON types for `Profile.saves`.
+    None if the step cannot run on meta tensors.
 
     The dict has the keys "kinds" and "layers" of `costs_as_json`. "vocabulary" is the vocabulary
     size, 0 without an output projection. "plain" is True if every layer could also run unpatched.

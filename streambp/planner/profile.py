@@ -41,9 +41,9 @@ class Phase:
 
     Attributes:
         name: the phase's name, such as "backward 35" (for layer 35) or "head".
-        law: coefficients of the phase's bytes, as a linear function of the tokens of a row and of a
-            chunk, the number of chunks and so on. `law.chunks` are bytes for each chunk, which only
-            layers with recurrent states need.
+        law: the phase's bytes as a linear function of the tokens of a row, the tokens of a chunk,
+            the number of chunks and so on. `law.chunks` is not 0 only for layers with recurrent
+            states, which save bytes for each chunk.
         gradients: bytes that the step has added to `.grad` before the phase; included in
             `law.constant`.
     """
@@ -342,8 +342,9 @@ class Setting:
 
 @dataclasses.dataclass(frozen=True)
 class Peak:
-    """Bytes on one rank in the phase of a step that needs most device memory: `total` = weights +
-    optimizer + gradients + activations.
+    """Bytes on one rank at the peak of a training step, by kind: `total` = weights + optimizer +
+    gradients + activations. The peak is in the phase (a layer's backward, for example) that needs
+    most device memory.
 
     Attributes:
         total: bytes on the device in this phase.
@@ -367,8 +368,9 @@ class Peak:
 
 
 def bytes_between_steps(profile: Profile, setting: Setting) -> Peak:
-    """Return the bytes on one rank between steps: weights, optimizer state and all gradients. The
-    peak of a step is computed from these bytes. `phase` and `phases` of the result are empty.
+    """Return the bytes on one rank between training steps: weights, optimizer state and all
+    gradients. The peak of a step is computed from these bytes. The fields `phase` and `phases` are
+    empty.
 
     A bf16 parameter with Adam takes 2 bytes, 2 bytes of gradient, and 12 / R bytes of optimizer
     state if R replicas share the state (ZeRO).
@@ -614,8 +616,9 @@ def method_as_json(method: Method) -> dict[str, Any]:
 
 
 def method_from_json(value: Mapping[str, Any]) -> Method:
-    """Return the `Method` from the result of `method_as_json`, or from an entry of "methods" in the
-    result of `to_json`."""
+    """Return a `Method` (a way to run a step, with its memory and FLOPs) from nested dicts and
+    lists, the result of `method_as_json`. Entries of "methods" in the result of `to_json` have the
+    same form."""
     phases = {}
     for name in ("first", "accumulating"):
         phases[name] = tuple(

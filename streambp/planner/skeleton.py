@@ -229,10 +229,10 @@ class Skeleton:
             yield
 
     def _fused_elsewhere(self) -> AbstractContextManager[None]:
-        """Return a context manager for an encoder-decoder, in which attention that streambp does
-        not compute chunk by chunk is counted as FlashAttention. This is the attention in the
-        encoder's layers, and from the decoder to the encoder's output. Otherwise a [T, T] matrix
-        would be counted. The context manager does nothing for other models and on a CPU."""
+        """Return a context manager for an encoder-decoder, which counts attention outside of the
+        chunked layers as FlashAttention. This is the attention in the encoder's layers, and from
+        the decoder to the encoder's output. Otherwise a [T, T] matrix would be counted. The context
+        manager does nothing for other models and on a CPU."""
         if self.device == "cuda" and is_encoder_decoder(self.model):
             return fused_sdpa()
         return contextlib.nullcontext()

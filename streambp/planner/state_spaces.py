@@ -194,12 +194,12 @@ fused_mamba = functools.partial(KernelReplay.apply, _fused_mamba, _fused_mamba_b
 
 @dataclasses.dataclass(frozen=True)
 class ScanSizes:
-    """Sizes of one call of mamba_ssm's Mamba 2 scan, with methods that create uninitialized tensors
-    of the shapes in this kernel, to count its memory.
+    """Sizes of one call of mamba_ssm's Mamba 2 scan. The methods create uninitialized tensors in
+    the shapes that the kernel allocates, so that its memory is counted without running the kernel.
 
     Attributes:
         like: tensor with the dtype and device of the call.
-        block: Q, tokens of a block.
+        block: Q, tokens of a block, the part of a row that the scan computes at once.
         rows: B, rows of the batch.
         tokens: T, tokens of a row.
         heads: H, number of heads.

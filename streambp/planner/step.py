@@ -37,8 +37,8 @@ LOGITS_TILE = (2048, 32768)  # rows and columns of a tile of logits in `counted_
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """Memory and cost of one phase of a step: for example a layer's forward, or the head's
-    backward. The step is measured on a device, or counted on tensors without data. Bytes are
+    """Memory and cost of one phase of a training step: for example a layer's forward, or the head's
+    backward. The step runs on a device, or on tensors without data to count its memory. Bytes are
     relative to those before the step.
 
     Attributes:
@@ -70,7 +70,7 @@ class Span:
 
 
 class Phases:
-    """Divides a step into phases, and records the bytes and FLOPs of each phase (`Span`).
+    """Divides a training step into phases, and records the bytes and FLOPs of each phase (`Span`).
 
     A phase is the forward or backward of one layer, of the head or of the embedding. `enter` ends
     the current phase and begins the next.
@@ -102,7 +102,8 @@ class Phases:
         self.backward = False
 
     def enter(self, name: str | None, layer: int | None = None) -> None:
-        """End the current phase, append its `Span` to `spans`, and begin another phase.
+        """End the current phase of the step, append its memory and FLOPs (`Span`) to `spans`, and
+        begin another phase. A phase is a layer's forward or backward, for example.
 
         Args:
             name: name of the next phase; None: the step ends.
@@ -148,12 +149,13 @@ def run_step(
     count: LiveBytes | AllocatedBytes,
     host: Callable[[], int] = lambda: 0,
 ) -> list[Span]:
-    """Run forward and backward of one batch [B, T], and return the memory and FLOPs of each phase,
-    in order. Gradients are accumulated in `.grad`.
+    """Run forward and backward of one batch [B, T]. Return the memory and FLOPs of each phase in
+    order: the forward or backward of a layer, of the head or of the embedding. Gradients are
+    accumulated in `.grad`.
 
     Args:
         model: the model.
-        layers: its decoder layers, in order.
+        layers: the model's decoder layers, in order.
         loss: runs the forward and returns a scalar tensor.
         count: counts the bytes in use; entered here as a context manager.
         host: function that returns the bytes of host memory in use; by default they count as 0.
@@ -161,8 +163,9 @@ def run_step(
     phases = Phases(count, list(model.parameters()), host)
 
     def enter_layer(index: int, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Begin the phase of a layer's forward: a forward pre-hook. The hook does nothing in
-        backward, where layers run again to recompute."""
+        """Begin the phase of the layer's forward, to measure its memory. Called as a forward
+        pre-hook of layer number `index`. The hook does nothing in backward, where layers run again
+        to recompute."""
         if phases.backward:
             return  # a recomputation
         if index == 0:
@@ -175,8 +178,9 @@ def run_step(
         phases.enter("forward", index)
 
     def leave_layer(index: int, module: nn.Module, args: Any, output: Any) -> None:
-        """Register a tensor hook that begins the phase of the layer's backward: a forward hook of
-        the layer. After the last layer, also begin the phase of the head."""
+        """Register a hook on the layer's output that begins the phase of the layer's backward.
+        Called as a forward hook of layer number `index`. After the last layer, also begin the phase
+        of the head."""
         if phases.backward:
             return
         if isinstance(output, tuple):
@@ -211,9 +215,9 @@ def run_step(
 
 @contextlib.contextmanager
 def fused_attention(model: nn.Module) -> Iterator[None]:
-    """Context manager in which the attention of an unpatched model makes FlashAttention's
-    allocations on meta tensors. The sdpa of transformers would allocate a [T, T] matrix, unlike a
-    GPU's kernel."""
+    """Context manager in which the attention of an unpatched model on meta tensors allocates what
+    FlashAttention allocates on a GPU, to count memory. The sdpa of transformers would allocate a
+    [T, T] matrix on meta tensors."""
     AttentionInterface.register(FUSED_ATTENTION, _flash)
     with replace_attribute(
         attention_configs(model), IMPLEMENTATION, itertools.repeat(FUSED_ATTENTION)
@@ -223,11 +227,11 @@ def fused_attention(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def fused_sdpa() -> Iterator[None]:
-    """Context manager in which `F.scaled_dot_product_attention` makes FlashAttention's allocations
-    on meta tensors.
+    """Context manager in which `F.scaled_dot_product_attention` on meta tensors allocates what
+    FlashAttention allocates on a GPU, to count memory.
 
-    Two parts of a streamed encoder-decoder call this function themselves: an encoder's layers that
-    are not streamed, and attention to the encoder's output.
+    An encoder-decoder under streambp needs this for the layers of an encoder that does not run
+    chunk by chunk, and for attention to the encoder's output.
     """
     with replace_attribute([F], "scaled_dot_product_attention", [_flash_as_sdpa]):
         yield

@@ -65,7 +65,7 @@ class SurveyRecipe:
         name: name of the way, for example "checkpointing"; also the `Method`'s name.
         config: streambp's settings; None: an unpatched step.
         checkpointing: True for unpatched steps with gradient checkpointing.
-        fused_head: True for unpatched steps that compute the loss without all logits at once.
+        fused_head: True for unpatched steps with a loss that never has all logits in memory.
         split: kind of sequence sharding: "DeepSpeed Ulysses", "context parallelism", or "" if each
             rank has full sequences.
     """
@@ -138,8 +138,8 @@ SPLIT_RECIPES = {
 
 
 def _chunks_to_count(recipe: SurveyRecipe) -> int:
-    """Return roughly the number of chunks that are run to count a recipe (way to run a step). The
-    progress bar weights recipes by this number."""
+    """Return roughly the number of chunks that must run to count the costs of a recipe (a way to
+    run a step). The progress bar advances in proportion to this number."""
     if recipe.config is None:
         return 2
     return 15 if recipe.config.gpu_memory is None else 30
@@ -156,26 +156,25 @@ def survey(
     timed: bool = True,
     on_progress: Callable[[str, float], None] | None = None,
 ) -> Profile:
-    """Count steps of a model: run them on meta or fake tensors, and add up their memory and FLOPs.
+    """Count the memory and FLOPs of a model's training steps, which run on meta or fake tensors.
     Return these costs (`Profile`), with one `Method` for each recipe.
 
     Args:
-        skeleton: the model, of which layers are removed: a few of each structure remain.
+        skeleton: the model. Layers are removed, until a few of each structure remain.
         recipes: the ways to run a step, such as gradient checkpointing.
         batch_size: number of rows.
-        at: (T, C), row length and chunk size where the fitted functions are most accurate; None:
-            functions for any length.
+        at: (T, C), row length and chunk size for which predictions must be accurate; None: any.
         kernels: attention kernels on a GPU, whose workspaces are counted.
         accumulating: True: also count steps that add to existing gradients. False: count only steps
             that create their gradients.
         tree: True: also count each module's parameters and activations.
-        timed: True: also count at more (T, C), which predictions of seconds at other lengths need.
+        timed: True: also count more (T, C), which predictions of seconds at other lengths need.
         on_progress: progress callback with the next recipe's name and the fraction of the work
             done. None: a line on the terminal says that a step is counted.
 
     Raises:
-        StreamBPError: a streamed step cannot be counted on meta or fake tensors, for example
-            because experts read values.
+        StreamBPError: a step under streambp cannot run on meta or fake tensors, for example because
+            experts read values.
     """
     groups = parameter_groups(skeleton.model)
     unsharded = _gathered_bytes(skeleton)
@@ -227,11 +226,11 @@ def survey(
 
 
 def _with_floors(methods: Sequence[Method]) -> tuple[Method, ...]:
-    """Return the methods with bounds for methods that stream keys and values from the host. Such a
-    step does all work of the step that has its keys and values on the device.
+    """Return the methods (ways to run a step), with lower bounds for the costs of those that read
+    keys and values from the host. The bounds are the costs with keys and values on the device.
 
     Args:
-        methods: the methods with their counted costs.
+        methods: the methods with their counted memory and FLOPs.
     """
     on_device: dict[Any, Method] = {}
     for method in methods:
@@ -339,14 +338,14 @@ class Counter:
 
     Attributes:
         skeleton: the model, on meta or fake tensors.
-        shrunk_model: the indices of these layers, and the layers that each represents.
+        shrunk_model: the indices of these layers, and the layers that they represent.
         batch_size: number of rows.
         kernels: attention kernels whose workspaces are counted, "cudnn" or "flash"; None: no
             workspaces are counted.
-        growth: for each phase, the additional bytes of a chunked step that adds to existing
-            gradients; [] before the first step is counted.
+        growth: additional bytes of each phase (a layer's backward, for example) if a chunked step
+            adds to existing gradients; [] before the first step is counted.
         layers: the decoder layers of all stacks.
-        phase_layers: the layers of the stack that is divided into phases.
+        phase_layers: the layers whose forwards and backwards are phases.
     """
 
     skeleton: Skeleton
@@ -367,10 +366,9 @@ class Counter:
         self.phase_layers = counted_stack(self.skeleton.model).layers
 
     def uses_fused_kernel(self, recipe: SurveyRecipe) -> bool:
-        """True if a fused attention kernel would run in the recipe's step. False if attention is
-        computed by matrix products. A fused kernel on a GPU requires half precision, no softcap, no
-        bias of T5's kind, and no keys picked by an indexer (sparse attention). A recipe is a way to
-        run a step."""
+        """True if a fused attention kernel would run in the recipe's step. False: matrix products.
+        A fused kernel on a GPU requires half precision, no softcap, no bias of T5's kind, and no
+        keys picked by an indexer (sparse attention). A recipe is a way to run a step."""
         if recipe.config is None:
             return True
         # for few tokens all keys are picked
@@ -578,14 +576,13 @@ class Counter:
 
 
 def _growth(phases: list[PhaseMemory], accumulating: list[PhaseMemory]) -> list[PhaseMemory]:
-    """Return the additional bytes of each phase, at its start and at its peak, in a step that adds
-    to existing gradients instead of creating gradients. Only steps that create gradients are
-    counted at other lengths, and `_add_growth` adds these bytes.
+    """Return the additional bytes of each phase of a step (a layer's backward, for example) if the
+    step adds to existing gradients instead of creating them. Only steps that create gradients are
+    counted at other row lengths, and `_add_growth` adds these bytes.
 
     Args:
         phases: the phases of a step that creates its gradients.
-        accumulating: phases of the step that adds to existing gradients, in the same order. The
-            result has their bytes of gradients, too.
+        accumulating: phases of the step that adds to existing gradients, in the same order.
     """
     growth = []
     for phase, total in zip(phases, accumulating, strict=True):
@@ -595,8 +592,8 @@ def _growth(phases: list[PhaseMemory], accumulating: list[PhaseMemory]) -> list[
 
 
 def _add_growth(phases: list[PhaseMemory], growth: list[PhaseMemory]) -> list[PhaseMemory]:
-    """Return the phases of a step that adds to existing gradients, computed from those of a step
-    that creates its gradients.
+    """Return the memory of each phase (a layer's backward, for example) of a step that adds to
+    existing gradients, computed from a step of the same length that creates gradients.
 
     Args:
         phases: the phases of the step that creates its gradients.
@@ -622,7 +619,7 @@ def _points_of_shards(at: Point | None, fused: bool) -> tuple[Point, ...]:
     A shard, a rank's part of a sequence, has two parts of complete chunks.
 
     Args:
-        at: (T, C) where the functions are most accurate; None: functions for any length.
+        at: (T, C) for which predictions must be accurate; None: any.
         fused: True if a fused kernel computes attention; False for plain matrix products.
     """
     large = SAMPLE_CHUNKS[1]
@@ -639,13 +636,14 @@ def _fit_groups(
     shrunk_model: ShrunkModel,
     biases: bool,
 ) -> tuple[Phase, ...]:
-    """Return the memory of each phase as functions of T and C, one for each group of points. The
-    larger value counts. The result is empty if no phases were counted.
+    """Return the memory of each phase of a step as functions of T (a row's tokens) and C (a
+    chunk's). Each group of points gives one function, and the larger value counts. () without
+    phases.
 
     Args:
         groups: (T, C) of the counted steps, in one or several groups.
         phases: the phases of each counted step, in the order of the points.
-        shrunk_model: the kind of each layer of the full model.
+        shrunk_model: says which layers of the full model have the same structure.
         biases: True for models whose attention adds T5's bias. The functions of the last group then
             have a part that grows with T^2 or T C.
     """
@@ -661,8 +659,8 @@ def _fit_groups(
 
 
 def _moves_attention_outputs(recipe: SurveyRecipe) -> bool:
-    """True if a step saves attention outputs without keys and values, and moves them to the
-    host."""
+    """True if a recipe (way to run a step) saves attention outputs, but not keys and values, and
+    moves the outputs to the host."""
     config = recipe.config
     if config is None or config.offload == "none" or recipe.split:
         return False
@@ -678,7 +676,7 @@ def _groups_of_points(
     Args:
         counter: counts single steps.
         recipe: the way to run the step.
-        at: (T, C) where the functions are most accurate; None: functions for any length.
+        at: (T, C) for which predictions must be accurate; None: any.
         fused: True if a fused kernel computes attention.
     """
     chunked = recipe.config is not None
@@ -699,15 +697,15 @@ def _groups_of_points(
 def _fit_all_work(
     counter: Counter, all_work: Works, number: int, fused: bool, ranks: int
 ) -> tuple[PhaseLaws, ...]:
-    """Return the FLOPs, traffic and copies of each phase, as functions of the full sequence's
-    length and of a chunk's tokens, over all ranks.
+    """Return functions that predict the FLOPs, traffic and copies of each part of a step, such as
+    the forward of all layers. Their variables are the full sequence's length and a chunk's tokens.
 
     Args:
-        counter: counted the steps.
-        all_work: the work of each phase, by (T, C) of a counted step.
+        counter: the object that counted the steps.
+        all_work: dict from (T, C) of a counted step to the costs of each part of the step.
         number: number of points, from the first on, through which copies to the host are fitted.
         fused: True if a fused kernel computes attention.
-        ranks: number of ranks that the sequence is split over.
+        ranks: number of ranks that share a sequence, over which the costs are summed.
     """
     lengths = [(ranks * tokens, chunk) for tokens, chunk in all_work]
     k_block = K_BLOCK if fused else MATH.tiling.k_block or K_BLOCK
@@ -732,7 +730,7 @@ def _count_method(
     Args:
         counter: counts single steps.
         recipe: the way to run the step, such as gradient checkpointing.
-        at: (T, C) where the functions are most accurate; None: functions for any length.
+        at: (T, C) for which predictions must be accurate; None: any.
         accumulating: True: also count a step that adds to existing gradients; False: do not.
         timed: True: also count more (T, C), which predictions of seconds at other lengths need.
     """

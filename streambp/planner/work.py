@@ -21,14 +21,15 @@ aten = torch.ops.aten
 
 
 class Work(NamedTuple):
-    """Cost of an operation, of a phase or of a step: FLOPs, bytes and dispatches.
+    """Cost of a torch operation, of a part of a training step, or of the full step: FLOPs, bytes
+    and dispatches.
 
     Attributes:
         products: FLOPs of matrix products.
         forward: FLOPs of attention forward, for the computed query-key pairs.
         backward: FLOPs of attention backward, for the computed query-key pairs.
-        traffic: bytes that operations read and write; attention and most matrix products count
-            none.
+        traffic: bytes that operations read and write; 0 for attention and most matrix products,
+            whose seconds follow from their FLOPs.
         dispatches: number of operations that torch starts.
         to_host: bytes copied to the host.
         from_host: bytes copied from the host.
