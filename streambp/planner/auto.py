@@ -170,7 +170,8 @@ class StepNeed(MemoryNeed):
         return bytes_by_layer
 
     def chunk_bytes(self, chunk: int) -> float:
-        """Return the bytes needed to compute one chunk, beyond the bytes in use before the chunk.
+        """Return the bytes of device memory that the computation of one chunk of the sequence adds
+        to the bytes in use before.
 
         Args:
             chunk: tokens of the chunk, over all rows.
@@ -311,9 +312,9 @@ class ModelStates:
         return module_and_state[1]
 
     def __call__(self, device: torch.device) -> tuple[StepFigures, float]:
-        """Return the predicted memory and seconds of steps (`StepFigures`) for the model's present
-        state. The second result is the fraction of trained parameters, by bytes, whose `.grad` is
-        not None.
+        """Return the predicted memory and seconds of training steps (`StepFigures`) for the model's
+        present state: trained parameters, dtypes, devices and autocast. The second result is the
+        fraction of trained parameters, by bytes, whose `.grad` is not None.
 
         Args:
             device: device of the step.
@@ -342,11 +343,12 @@ class ModelStates:
         return figures, sum(itertools.compress(of_trained, born)) / (sum(of_trained) or 1)
 
     def _count(self, device: torch.device) -> StepFigures:
-        """Return predictions for the model's present state (`StepFigures`).
+        """Return the predicted memory and seconds of training steps (`StepFigures`) for the model's
+        present state: trained parameters, dtypes, devices and autocast.
 
-        A step is counted: it runs on a copy of the model with meta tensors, and its bytes and FLOPs
-        are added up. A count that an earlier process stored in a file is used instead. If no step
-        can be counted, the memory is the result of `upper_bound_of_step`.
+        The prediction comes from a step on a copy of the model with meta tensors, whose bytes and
+        FLOPs are added up. If an earlier process has stored these in a file, the file is read
+        instead. If such a step is not possible, the memory is the result of `upper_bound_of_step`.
 
         Args:
             device: device of the step.
@@ -487,7 +489,7 @@ def gradient_shares(model: nn.Module, towers: bool = False) -> tuple[float, floa
 
     Args:
         model: the model.
-        towers: True if towers run in chunks, too (`StreamConfig.towers`).
+        towers: True if encoders of images and audio run in chunks, too (`StreamConfig.towers`).
     """
     full = 0
     rank_bytes = 0
@@ -569,9 +571,10 @@ def rates_of_device(device: torch.device) -> Rates:
 
 
 def _skeleton(model: nn.Module, cast: torch.dtype | None) -> Skeleton:
-    """Return a copy of the model with meta tensors (`Skeleton`), on which steps are counted for a
-    GPU and for the kernel packages that are installed here. Weights get the dtype `cast`, to which
-    autocast casts float32 weights; None: weights keep their dtypes."""
+    """Return a copy of the model with meta tensors (`Skeleton`). Training steps run on the copy to
+    count their memory and FLOPs, as they would be on a GPU with the kernel packages that are
+    installed here. Weights get the dtype `cast`, to which autocast casts float32 weights; None:
+    weights keep their dtypes."""
     skeleton = Skeleton(model, torch.bfloat16, None, 16, "cuda", mixers="installed", fewer=True)
     if cast is not None:
         skeleton.model.to(cast)
@@ -626,12 +629,13 @@ def _costs(
     devices: Mapping[int, torch.device],
     cast: torch.dtype | None,
 ) -> dict[int, LayerCost]:
-    """Return bytes and FLOPs of the tensors that each layer may save, by layer index; {} if a step
-    of the model cannot run on meta tensors.
+    """Return a dict from layer index to the tensors that the layer may save for backward: their
+    bytes, and the FLOPs of computing the tensors anew. Return {} if a step of the model cannot run
+    on meta tensors.
 
     Args:
         model: the patched model.
-        config: its settings.
+        config: the patch's settings.
         devices: device of each layer, by layer index.
         cast: dtype to which autocast casts float32 weights; None: autocast is off. Under autocast
             the layers' inputs stay in float32, so their bytes count twice.

@@ -85,7 +85,7 @@ class Batch:
 
     @property
     def row(self) -> int:
-        """Return the tokens of the longest row, to which all rows are padded."""
+        """Return the number of tokens of the longest row, to which all rows are padded."""
         return max(self.lengths)
 
     @property
@@ -315,8 +315,8 @@ def batches_table(plan: Plan, ways_of_batches: Sequence[tuple[BatchStep, BatchSt
 
 
 def _code_lines(plan: Plan, ways: tuple[BatchStep, BatchStep]) -> list[str]:
-    """Return lines with the settings of a batch's faster step, as code to paste; [] if no step
-    fits.
+    """Return lines of text with the settings of the batch's faster step, to paste as Python code or
+    into a launcher's command or file. [] if neither step fits into memory.
 
     Args:
         plan: the model's plan, which has the training setting.

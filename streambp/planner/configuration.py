@@ -103,12 +103,12 @@ def read_config(
 
 
 def build(config: PreTrainedConfig, make: Callable[[PreTrainedConfig], T]) -> T:
-    """Return `make(config)`; if this raises, raise an error that names the invalid field of the
-    configuration.
+    """Return a model created by `make(config)`. If `make` raises, raise an error that names the
+    invalid field of the configuration.
 
     Args:
         config: the configuration.
-        make: creates a model from it.
+        make: function that creates the model.
 
     Raises:
         StreamBPError: `make` raised.
@@ -165,13 +165,14 @@ def _check_numbers(value: Any, name: str, field: str = "") -> None:
 def _fields_of(
     error: Exception, fields: dict[str, Any], make: Callable[[dict[str, Any]], Any]
 ) -> str:
-    """Return the configuration's fields that cause an error, for the beginning of an error message.
-    "" for no field or for more than `MAX_FIELDS_IN_MESSAGE`.
+    """Return text with the fields of a configuration that cause an error, and their values, for the
+    beginning of an error message. "" if no field or more than `MAX_FIELDS_IN_MESSAGE` fields cause
+    the error. Fields are found by calls of `make` without the field.
 
     Args:
         error: the error that these fields caused in transformers' code.
         fields: the configuration's fields.
-        make: creates a model from fields.
+        make: function that creates a model from fields.
     """
     culprits = []
     suspects = []

@@ -107,8 +107,8 @@ class LiveBytes(TorchDispatchMode):
         return sum(size for number, size, _ in self._alive.values() if first <= number < stop)
 
     def _track(self, storage: torch.UntypedStorage) -> None:
-        """Add a new storage's bytes to `live`, and register the subtraction for when the storage is
-        freed."""
+        """Add the bytes of a new tensor's storage to `live`, and register a weak reference for
+        their subtraction when the storage is freed."""
         key = storage._cdata
         size = storage.nbytes()
         self._alive[key] = (
@@ -221,8 +221,8 @@ class ShapeCache:
             return None, None
 
     def make(self, operation: CachedCall) -> list[Any]:
-        """Return the results of a cached operation, which does not run again: new meta or fake
-        tensors with the shapes, strides and dtypes of its outputs."""
+        """Return the results of a cached operation without running the operation: new meta or fake
+        tensors with the stored shapes, strides and dtypes."""
         tensors_of_call: list[Any] = []
         for output in operation.outputs:
             if type(output) is not tuple:
@@ -509,16 +509,17 @@ class StepCount(LiveBytes):
         return output  # type: ignore[no-any-return]
 
     def _count(self, operation: CachedCall) -> None:
-        """Add the cost of one call of an operation to the costs of the step. Inside `one_kernel`
-        only FLOPs are added."""
+        """Add the cost of one call of an operation to the costs of the step. Inside the context
+        manager `one_kernel`, only the FLOPs are added, because its arguments replace the other
+        costs."""
         if self._kernel_depth:
             self.add(operation.work._replace(traffic=0.0, dispatches=0.0))
         else:
             self._times[operation] = self._times.get(operation, 0) + 1
 
     def _workspace(self, func: Any, args: Any) -> None:
-        """Update the recorded peak for an attention kernel's workspace, which the kernel allocates
-        and frees within the operation `func(*args)`."""
+        """Raise the recorded peak if a workspace reaches it: memory that the attention kernel of
+        the operation `func(*args)` allocates and frees itself, unseen by the dispatch mode."""
         if self.kernels is not None:
             self.peak = max(self.peak, self.live + workspace(func, args, self.kernels))
 
@@ -565,11 +566,12 @@ def one_kernel(traffic: float, to_host: float = 0.0, from_host: float = 0.0) -> 
 
 
 class KernelReplay(torch.autograd.Function):
-    """Autograd function in place of a kernel, when memory and FLOPs are counted on meta or fake
-    tensors.
+    """Autograd function that takes the place of a kernel when a step runs on meta or fake tensors,
+    to count its memory and FLOPs.
 
-    The first two arguments of `apply` are functions for forward and backward. Both functions make
-    the kernel's allocations, in the same order and with the same lifetime, and compute nothing.
+    The first two arguments of `apply` are functions for forward and backward. Both functions
+    allocate the tensors that the kernel allocates, in the same order and with the same lifetime,
+    and compute nothing.
     """
 
     @staticmethod

@@ -102,12 +102,13 @@ class DeltaRuleSizes:
         return self._k.new_empty(self.rows, self.tokens, self.value_heads, width, dtype=dtype)
 
     def states(self) -> Tensor:
-        """Return an empty tensor [B, NB, H_v, K, V] for the state at the start of each of a row's
-        NB blocks."""
+        """Return an empty tensor [B, NB, H_v, K, V] for the states of the recurrence. The kernel
+        divides each row into NB blocks, and stores the state at the start of each block."""
         return self._k.new_empty(self.rows, self.count, self.value_heads, self.keys, self.values)
 
     def state(self) -> Tensor:
-        """Return an empty tensor [B, H_v, K, V] in float32, for one state of each row."""
+        """Return an empty tensor [B, H_v, K, V] in float32, for one state of the recurrence in each
+        row of the batch."""
         return self._k.new_empty(
             self.rows, self.value_heads, self.keys, self.values, dtype=ACCUMULATION_DTYPE
         )

@@ -88,7 +88,8 @@ class Estimate:
 
     @property
     def streamed(self) -> MethodEstimate:
-        """Return the costs of a step under streambp, with layers computed chunk by chunk."""
+        """Return the memory, FLOPs and seconds of a step under streambp, whose layers are computed
+        chunk by chunk."""
         return next(method for method in self.methods if method.name.startswith("streambp"))
 
 
@@ -167,7 +168,11 @@ def estimate(
 
 
 def check_length(field: str, value: int) -> None:
-    """Raise ConfigError unless the value is a positive integer. The message calls the value by the
-    name `field`."""
+    """Raise ConfigError unless an argument's value is a positive integer.
+
+    Args:
+        field: the argument's name, for the error message.
+        value: the value.
+    """
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_NUMBER:
         raise ConfigError(f"{field} is {short_repr(value)}; it must be a positive whole number.")

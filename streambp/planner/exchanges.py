@@ -59,8 +59,9 @@ def exchanged_bytes(
 
 
 def link_bytes(method: Method, seq_len: int, setting: Setting) -> float:
-    """Return the bytes that a rank sends to other ranks in a step, for rows of `seq_len` positions,
-    as reported in a plan; 0 without sequence sharding. Each rank receives equally many bytes."""
+    """Return the bytes that a rank sends in a step to the ranks that share its sequences, for rows
+    of `seq_len` positions over all ranks. Each rank receives equally many bytes. 0 without sequence
+    sharding."""
     if method.split is None:
         return 0.0
     waited, gathered, _, _ = exchanged_bytes(method.split, seq_len, setting)

@@ -33,8 +33,8 @@ Kernels = Literal["auto", "own", "liger", "compiled"]
 
 
 def fusion(kernels: Kernels, device: str) -> Fusion | None:
-    """Return the fused kernels that a value of `StreamConfig.kernels` selects on a device type;
-    None for the model's own code.
+    """Return the source of the fused kernels (Liger or torch.compile) that a value of
+    `StreamConfig.kernels` selects on a type of device; None if the model's own code runs.
 
     Args:
         kernels: the value; "auto" selects Liger's on a GPU if liger-kernel is installed.
@@ -67,8 +67,9 @@ def _norm_kernel(ctx: Any, x: Tensor, weight: Tensor, by: Fusion) -> Tensor:
 
 
 def _norm_kernel_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
-    """Return gradients of x and of the weight [h] without values, to count memory, for grad [...,
-    h]. Liger's kernel overwrites grad, so the result is grad itself."""
+    """Allocate the tensors of a fused norm's backward without computing them, to count memory.
+    Return the gradients of the input [..., h] and of the weight [h] for the output's gradient
+    `grad` [..., h]. Liger's kernel overwrites grad, so the first is grad itself."""
     (x, _) = ctx.saved_tensors
     if ctx.needs_input_grad[3]:
         d_weight = torch.empty_like(ctx.weight)
@@ -94,7 +95,8 @@ def _gate_kernel(ctx: Any, gate: Tensor, up: Tensor, by: Fusion) -> Tensor:
 
 
 def _gate_kernel_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-    """Return gradients of gate and up without values, to count memory, for grad [..., m]. Liger's
+    """Allocate the tensors of a fused gated activation's backward without computing them, to count
+    memory. Return the gradients of gate and up for the output's gradient `grad` [..., m]. Liger's
     kernel overwrites gate and up, so the results share their storages."""
     gate, up = ctx.saved_tensors
     with one_kernel(5 * gate.nbytes):
@@ -120,7 +122,8 @@ def _rotary_kernel(ctx: Any, q: Tensor, k: Tensor, by: Fusion) -> tuple[Tensor, 
 
 
 def _rotary_kernel_backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor, Tensor, None]:
-    """Return gradients without values of q [B, H, T, D] and k [B, H_kv, T, D], to count memory, for
+    """Allocate the tensors of a fused rotary embedding's backward without computing them, to count
+    memory. Return the gradients of q [B, H, T, D] and k [B, H_kv, T, D] for those of the outputs,
     dq and dk. Liger's kernel overwrites dq and dk, so the results are dq and dk themselves."""
     with one_kernel(ctx.traffic):
         if ctx.by == "liger":
@@ -133,13 +136,13 @@ rotary_kernel = functools.partial(KernelReplay.apply, _rotary_kernel, _rotary_ke
 
 
 def fuse_layers(model: nn.Module, by: Fusion | None) -> int:
-    """Replace the forwards of norms and gated MLPs, in a model without data, by functions that make
-    a fused kernel's allocations. Return the number of replaced forwards.
+    """Replace the forwards of norms and gated MLPs, in a model without data, by functions that only
+    allocate a fused kernel's tensors, to count memory. Return the number of replaced forwards.
 
     Args:
         model: the model, on meta or fake tensors.
-        by: the kernels' source, Liger or torch.compile. None: replace only forwards that Liger has
-            installed already, which need data.
+        by: the kernels' source, Liger or torch.compile. None: replace only forwards with Liger's
+            kernels that the model has already, which cannot run without data.
     """
     fusion = by or "liger"
 
@@ -184,8 +187,8 @@ def is_ligers(function: Any) -> bool:
 
 
 def fused_rotary(model: nn.Module, by: Fusion | None) -> contextlib.AbstractContextManager[None]:
-    """Context manager in which `apply_rotary_pos_emb` of the model's files makes a fused kernel's
-    allocations for meta and fake tensors.
+    """Context manager in which `apply_rotary_pos_emb` of the model's files only allocates what a
+    fused kernel allocates, if the tensors are meta or fake tensors, to count memory.
 
     Calls with other tensors run the original function.
 

@@ -16,9 +16,10 @@ from streambp.planner.skeleton import Skeleton
 
 
 class UncountedHost(Engine):
-    """Offload engine for a run in which the planner adds up a step's device memory. Host memory is
-    allocated outside of this sum: the run has a single device, the CPU or meta, so host memory
-    would be counted as device memory. Copies are synchronous.
+    """Object that allocates host memory and copies tensors to it (an offload engine), for a step
+    whose device memory is added up. The step has a single device, the CPU or meta, so the sum would
+    include host memory. This class allocates host memory outside of the sum. Copies are
+    synchronous.
 
     Args:
         device: the device of the run.
@@ -31,8 +32,9 @@ class UncountedHost(Engine):
         self._skeleton = skeleton
 
     def host_buffer(self, size: int) -> Tensor:
-        """Return host memory [size], uint8, allocated outside of the mode that counts tensors. The
-        run has a single device, so the mode would count this memory as device memory."""
+        """Return a uint8 tensor [size] as host memory, allocated outside of the dispatch mode that
+        counts the step's device memory. The mode would otherwise count the tensor, because the step
+        has a single device."""
         with (
             _disable_current_modes(),
             self._skeleton.active() if self._skeleton is not None else contextlib.nullcontext(),

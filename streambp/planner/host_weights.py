@@ -56,7 +56,7 @@ class HostLayers:
     @property
     def freed(self) -> int:
         """Return the device bytes that become free while the weights of these layers are in host
-        memory, to decide how many layers must move.
+        memory. The planner decides by this number how many layers must move.
 
         The number is `bytes` minus device buffers for two layers and one layer's dequantized
         weights.
@@ -72,7 +72,7 @@ def device_gradients(
 
     Args:
         phases: (name, bytes of gradients) of each phase of the step, in order. A name is "backward
-            35", for example, in which layer 35's backward runs.
+            35", for example, for layer 35's backward.
         on_host: the first layers of the model, whose weights are in host memory and whose gradients
             move there; None: no layer.
     """

@@ -55,7 +55,8 @@ class CountedCall:
 class CountedCalls:
     """Runs functions on meta or fake tensors, once for each combination of input shapes. Later
     calls with the same shapes return new tensors, and add the memory and cost of the first call to
-    the active `StepCount`. A step has thousands of calls, of a few shapes.
+    the active `StepCount`. This saves time, because a step has thousands of calls with few
+    different shapes.
 
     Args:
         shapes: cache that creates tensors without data.
@@ -167,12 +168,12 @@ def launched_kernels(calls: CountedCalls) -> Iterator[None]:
     def launch(
         kernel: Callable[..., Any], byte_count: Callable[..., float], /, *args: Any, **kwargs: Any
     ) -> Any:
-        """Run the torch implementation of a Triton kernel, and count the bytes that the kernel
-        itself would read and write.
+        """Run the torch implementation of a Triton kernel on tensors without data, and add the
+        bytes that the kernel itself would read and write to the step's costs.
 
         Args:
             kernel: the torch implementation.
-            byte_count: function of the same positional arguments that returns the bytes.
+            byte_count: function that is called with `args` and returns these bytes.
             args: positional arguments of the call.
             kwargs: keyword arguments of the call.
         """
@@ -231,10 +232,10 @@ def launched_kernels(calls: CountedCalls) -> Iterator[None]:
 @contextlib.contextmanager
 def no_launches() -> Iterator[None]:
     """Context manager in which the launch of a Triton kernel on meta or fake tensors raises
-    `StreamBPError`. A step is counted inside.
+    `StreamBPError`. Inside, a step runs on such tensors to count its memory and FLOPs.
 
-    Triton would launch the kernel with null pointers. This is an illegal access on a GPU, after
-    which the process cannot use its device.
+    Triton would launch the kernel with null pointers. After this illegal access, the process could
+    not use the GPU any more.
     """
     triton: Any = sys.modules.get("triton.runtime.jit")
     if triton is None:
@@ -243,7 +244,8 @@ def no_launches() -> Iterator[None]:
     launch = triton.JITFunction.run
 
     def run(kernel: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Launch a Triton kernel; raise `StreamBPError` if an argument has no data."""
+        """Launch a Triton kernel; raise `StreamBPError` if an argument is a tensor without data.
+        Replaces Triton's own function for launches, and has its arguments."""
         if any(isinstance(x, Tensor) and not has_data(x) for x in (*args, *kwargs.values())):
             name = getattr(kernel, "__name__", "a Triton kernel")
             raise StreamBPError(

@@ -20,8 +20,9 @@ BYTE_UNITS = ((2**30, "GiB", 10), (2**20, "MiB", 1))
 
 
 def fields_of(choice: Choice) -> dict[str, Any]:
-    """Return `StreamConfig` fields for a plan's choice, as a dict from names to JSON values:
-    chunk_size and saves, and other fields that differ from their defaults."""
+    """Return the chosen settings of a plan as fields of `StreamConfig`, in a dict from names to
+    JSON values. The dict has chunk_size and saves, and all other fields that differ from their
+    defaults."""
     fields: dict[str, Any] = {"chunk_size": choice.chunk_size, "saves": list(choice.saves)}
     fields |= {"offload": choice.offload} if choice.offload != "none" else {}
     fields |= (
@@ -31,13 +32,14 @@ def fields_of(choice: Choice) -> dict[str, Any]:
 
 
 def config_code(choice: Choice) -> str:
-    """Return Python code for the settings of a plan's choice, such as
-    "streambp.StreamConfig(chunk_size=8192, saves=())"."""
+    """Return Python code that creates the `StreamConfig` with the chosen settings of a plan:
+    "streambp.StreamConfig(chunk_size=8192, saves=())", for example."""
     return code_of_fields(fields_of(choice))
 
 
 def code_of_fields(fields: Mapping[str, Any]) -> str:
-    """Return `StreamConfig` fields as Python code that creates the configuration."""
+    """Return Python code that creates a `StreamConfig` with these fields, such as
+    "streambp.StreamConfig(chunk_size=8192)"."""
     written_fields = []
     for name, value in fields.items():
         if isinstance(value, list):
@@ -47,22 +49,29 @@ def code_of_fields(fields: Mapping[str, Any]) -> str:
 
 
 def launcher_settings(choice: Choice, setting: Setting) -> dict[str, str]:
-    """Return the settings of a plan in the form that each launcher takes: a dict from "launch"
-    (the command `streambp launch`), "TRL", "axolotl" and "DeepSpeed" to one line of text."""
+    """Return the chosen settings of a plan, as text to paste for each way to start a training. The
+    result is a dict with the keys "launch" (the command `streambp launch`), "TRL", "axolotl" and
+    "DeepSpeed". Each value is a line of text.
+
+    Args:
+        choice: the plan's chosen settings.
+        setting: the training setting, whose ZeRO stage is a part of the line for DeepSpeed.
+    """
     return launcher_settings_of(fields_of(choice), setting, choice.on_host is not None)
 
 
 def launcher_settings_of(
     fields: Mapping[str, Any], setting: Setting, on_host: bool
 ) -> dict[str, str]:
-    """Return `StreamConfig` fields in the form that each launcher takes: a dict from "launch"
-    (the command `streambp launch`), "TRL", "axolotl" and "DeepSpeed" to one line of text.
+    """Return fields of `StreamConfig`, as text to paste for each way to start a training. The
+    result is a dict with the keys "launch" (the command `streambp launch`), "TRL", "axolotl" and
+    "DeepSpeed". Each value is a line of text.
 
     Args:
         fields: the fields by name, as JSON values; empty: the defaults.
         setting: the training setting, whose ZeRO stage is a part of the line for DeepSpeed.
-        on_host: True if layers have their weights in host memory. The line for DeepSpeed is then a
-            remark, because this requires a single process.
+        on_host: True if layers have their weights in host memory. The line for DeepSpeed then says
+            that this requires a single process.
     """
     flags = []
     trl = []

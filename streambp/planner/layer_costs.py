@@ -100,9 +100,9 @@ def counted_saves(skeleton: Skeleton, layers: int) -> dict[str, Any] | None:
 
 
 def costs_as_json(costs: Iterable[LayerCost]) -> dict[str, Any]:
-    """Return costs of layers, the bytes and FLOPs of the tensors that each layer may save, as JSON
-    types for a file. "kinds" is a list of the different costs. "layers" is a list with the index of
-    each layer's costs in "kinds".
+    """Return the bytes and FLOPs of the tensors that each layer may save for backward, as JSON
+    types for a file. The dict has two lists: "kinds" has the different costs, and "layers" has for
+    each layer the index of its costs in "kinds".
 
     Args:
         costs: the layers' costs, in order. Devices of the layers are left out.

@@ -184,7 +184,7 @@ def compare_default(model: nn.Module, ids: Tensor) -> tuple[DefaultStep, Default
 
 def _step(model: nn.Module, ids: Tensor) -> StepRecord:
     """Run forward and backward of a patched model on tokens `ids` [B, T], and set the gradients to
-    None. Return the step's `StepRecord`: chunk size, saved tensors and so on."""
+    None. Return streambp's record of the step, which has the chunk size and the saved tensors."""
     try:
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         if is_accelerator(ids.device):

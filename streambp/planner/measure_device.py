@@ -39,11 +39,11 @@ class MeasuredSizes:
     """Sizes of the kernels that are run to measure a device.
 
     Attributes:
-        rows: several n; for each, [n, hidden] is multiplied by [hidden, inner], and the result by
-            [inner, hidden].
+        rows: several values of n, the rows of matrix products. Each measurement multiplies [n,
+            hidden] by [hidden, inner], and the result by [inner, hidden].
         hidden: columns of the products' input.
         inner: columns of the first product's result.
-        length: queries of the attention, and its keys.
+        length: number of queries of the measured attention, and of its keys.
         heads: query heads of the attention.
         kv_heads: key and value heads of the attention.
         head_size: columns of a head.
@@ -184,11 +184,12 @@ def wait(device: torch.device) -> None:
 def _attention(
     clock: Callable[..., float], sizes: MeasuredSizes, device: torch.device, dtype: torch.dtype
 ) -> tuple[float, float]:
-    """Return the FLOP/s of attention's forward and backward on this device, for a causal block in
-    the kernel that chunked layers would use.
+    """Measure the FLOP/s of attention's forward and backward on a device, and return both. The
+    attention is causal, and runs in the kernel that streambp would use on this device.
 
     Args:
-        clock: returns the seconds of one call of the function that it is given.
+        clock: function that times its argument, another function, and returns the seconds of a
+            call.
         sizes: sizes of the measured kernels.
         device: the device.
         dtype: dtype of q, k and v.

@@ -44,17 +44,19 @@ MIXER_CHOICES: tuple[Mixers, ...] = ("kernels", "torch", "installed")
 
 @dataclasses.dataclass(frozen=True)
 class MixerKernel:
-    """Function of transformers' recurrent or convolutional layers, for which a package such as fla
-    has a kernel.
+    """Description of a function in transformers' recurrent or convolutional layers, and of a
+    package's kernel for this function (fla's, for example). Used to count the kernel's memory on
+    tensors without data.
 
     Attributes:
-        parameters: names of parameters that a function must have to be recognized as this one.
+        parameters: names of parameters; a function in a modeling file with all of these is
+            recognized as this function.
         package: name of the package with the kernel, such as "fla".
-        allocate: function that makes the kernel's allocations and computes nothing.
+        allocate: function that allocates the kernel's tensors and computes nothing.
         arguments: names of the function's arguments that `allocate` takes, in order.
         asks_for_end: name of the argument that requests the end state as a second result; "": the
             function has no such argument.
-        absent: names of parameters that the function must not have.
+        absent: names of parameters; a function with any of these is not recognized.
     """
 
     parameters: frozenset[str]
@@ -123,8 +125,9 @@ def stand_in(
 
 
 def _plain_function(function: Any) -> Callable[..., Any]:
-    """Return the function whose parameters are compared with those of a `MixerKernel`: `function`
-    itself, or the forward of a module of the `kernels` package."""
+    """Return the Python function whose parameter names decide if a package has a kernel for
+    `function`. This is `function` itself, or the forward if `function` is a module of the `kernels`
+    package."""
     plain: Callable[..., Any]
     if isinstance(function, nn.Module):
         plain = function.forward
@@ -158,8 +161,8 @@ def mixers_of(model: nn.Module) -> list[tuple[dict[str, Any], str, MixerKernel]]
 
 def globals_of(model: nn.Module) -> list[dict[str, Any]]:
     """Return the namespaces (`__globals__`) of the files that define the forwards of a model's
-    modules. Functions in them are replaced while memory and FLOPs are counted on tensors without
-    data.
+    modules. Functions in these namespaces are replaced while memory and FLOPs are counted on
+    tensors without data.
 
     Several classes of one file share a namespace, which is returned once. Namespaces of torch
     itself are left out.
@@ -187,12 +190,12 @@ def uncountable_packages(model: nn.Module) -> list[str]:
 
 @contextlib.contextmanager
 def replaced_functions(functions: Sequence[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
-    """Context manager that replaces functions in dicts of globals or attributes, and restores them
-    at the end.
+    """Context manager that replaces functions in namespaces (a modeling file's globals or a
+    module's attributes), and restores the originals at the end.
 
     Args:
-        functions: (namespace, name, replacement) of each function: the dict, the function's key in
-            it, and the new function.
+        functions: (namespace, name, replacement) of each function: the namespace as a dict, the
+            function's key in the dict, and the new function.
     """
     originals = [(space, name, space[name]) for space, name, _ in functions]
     try:
@@ -205,8 +208,9 @@ def replaced_functions(functions: Sequence[tuple[dict[str, Any], str, Any]]) -> 
 
 
 def replace_mixers(model: nn.Module, mixers: Mixers) -> contextlib.AbstractContextManager[None]:
-    """Context manager in which functions of recurrent and convolutional layers make their kernels'
-    allocations for meta and fake tensors, and compute nothing.
+    """Return a context manager for a step on meta or fake tensors whose memory is counted. Inside,
+    functions of recurrent and convolutional layers only allocate the tensors that a package's
+    kernels would allocate, and compute nothing.
 
     Args:
         model: the model, on meta or fake tensors.

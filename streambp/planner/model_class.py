@@ -124,8 +124,8 @@ def inputs_of(model: nn.Module, ids: Tensor, encoder_len: int | None = None) -> 
 
 
 def _embeddings_of(model: nn.Module) -> nn.Module:
-    """Return the module whose child is the model's input embedding; the model itself if no module
-    has such a child."""
+    """Return the module that has the model's input embedding as a direct child; the model itself if
+    there is no such module."""
     embedding = getattr(model, "get_input_embeddings", lambda: None)()
     for module in model.modules():
         if any(child is embedding for child in module.children()):

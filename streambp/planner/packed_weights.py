@@ -32,8 +32,8 @@ FOUR_BIT_BYTES = 0.5 + 4 / 64  # bytes for each parameter, with a float32 for ea
 
 
 def parameters_of(parameter: Tensor) -> int:
-    """Return the number of model parameters in a tensor [...], as a plan reports them. The number
-    exceeds the tensor's elements for a quantised weight with several parameters in each element."""
+    """Return the number of model parameters that a tensor [...] holds. A quantised weight may have
+    several parameters in each element; then the number exceeds the tensor's number of elements."""
     return int(getattr(parameter, PARAMETER_COUNT_ATTRIBUTE, parameter.numel()))
 
 

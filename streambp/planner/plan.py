@@ -223,9 +223,9 @@ class Plan:
 
     @property
     def default_wins(self) -> bool:
-        """True if `patch(model)` without settings fits, and takes less than 99.5 % of the seconds
-        of `choice`, the fastest step with fixed settings. False if the plan has weights="cpu",
-        because `patch(model)` keeps weights on the device."""
+        """True if `patch(model)` without settings fits into memory, and takes less than 99.5 % of
+        the seconds of `choice`, the fastest step with fixed settings. False if the plan has
+        weights="cpu", because `patch(model)` keeps weights on the device."""
         default = self.by_default
         if default is None or self.choice is None or not default.fits:
             return False
@@ -235,9 +235,9 @@ class Plan:
 
     @property
     def both_rooms_win(self) -> bool:
-        """True if a step with `offload="auto"` fits, and takes less than 99.5 % of the seconds of
-        `choice` and of `patch(model)` without settings. Such a step saves tensors on the device and
-        on the host. False if the plan has weights="cpu"."""
+        """True if a step with `offload="auto"`, which saves tensors on the device and on the host,
+        fits into memory and is the fastest. The step must take less than 99.5 % of the seconds of
+        `choice` and of `patch(model)` without settings. False if the plan has weights="cpu"."""
         combined = self.both_rooms
         if combined is None or not combined.fits or self.setting.weights == "cpu":
             return False
@@ -483,8 +483,8 @@ def allow_host_weights(profile: Profile, setting: Setting) -> Setting:
 
 
 def put_weights_on_host(profile: Profile, setting: Setting) -> Setting | None:
-    """Return a copy of the setting whose `on_host` has all layers: the frozen weights of every
-    layer are in host memory.
+    """Return a copy of the setting, in which the frozen weights of all layers are in host memory
+    (the field `on_host`).
 
     Trained weights are in host memory as well if `setting.weights` is "cpu". The result is None for
     several GPUs, or if no layer has weights that can move.
@@ -569,8 +569,8 @@ def choose(
 
 
 def _fastest(choices: Sequence[Choice]) -> Choice | None:
-    """Return the fastest of some steps; None for no steps. Between equally fast steps (within 0.5
-    %) the least host memory decides, then the largest chunk."""
+    """Return the fastest of several predicted steps; None for no steps. If several are equally fast
+    (within 0.5 %), the least host memory decides, then the largest chunk."""
     # a synthetic step may take no time
     fastest = min((c.seconds.total for c in choices), default=0.0) or math.inf
     return min(
@@ -581,8 +581,8 @@ def _fastest(choices: Sequence[Choice]) -> Choice | None:
 
 
 def _safest(choices: Sequence[Choice]) -> Choice | None:
-    """Return the step with the lowest peak among those at most 2 % slower than the fastest; None
-    for no steps. A plan names this step as an alternative."""
+    """Return the step with the lowest peak memory among those at most 2 % slower than the fastest.
+    None for no steps. A plan names the result as an alternative to its fastest step."""
     bar = (1 + ALLOWED_SLOWDOWN) * min((c.seconds.total for c in choices), default=0.0)
     return min(
         (c for c in choices if c.seconds.total <= bar),

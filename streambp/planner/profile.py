@@ -54,14 +54,14 @@ class Phase:
 
 
 class Heads(NamedTuple):
-    """Numbers of heads in a layer's attention, and the bytes that a rank needs for a key/value head
-    of full sequences, gathered from other ranks.
+    """Numbers of heads in a layer's attention. If ranks share a sequence, each rank gathers the
+    keys and values of full sequences from the other ranks, some heads at a time.
 
     Attributes:
         queries: query heads.
         keys: key and value heads.
-        size: bytes of one gathered key head and value head with their gradients, for each token of
-            a full sequence.
+        size: bytes that a rank needs for one gathered key head and value head, with their
+            gradients, for each token of a full sequence.
     """
 
     queries: int
@@ -104,9 +104,9 @@ class SequenceSplit:
     moved: float = 0.0
 
     def repeats(self, ranks: int) -> float:
-        """Return the number of ranks that get a copy of the same key/value head under Ulysses; 1
-        unless there are more `ranks` than key/value heads. The bytes of exchanged keys and values
-        grow by this factor."""
+        """Return the number of ranks that have the same key/value head under Ulysses, by which the
+        bytes of exchanged keys and values are multiplied. The number is 1 unless `ranks`, the ranks
+        that share a sequence, are more than the key/value heads."""
         return max(1.0, max((ranks / heads.keys for heads in self.heads), default=1.0))
 
 
@@ -146,9 +146,9 @@ class Method:
 
     @property
     def counts_chunks(self) -> bool:
-        """True if layers save bytes for each chunk (recurrent states), so that a step may take less
-        memory with fewer and larger chunks. The longest sequence is then searched with every chunk
-        size, and not only with the smallest."""
+        """True if layers save bytes for each chunk (recurrent states). Larger and fewer chunks may
+        then take less memory, so the search for the longest sequence tries every chunk size, and
+        not only the smallest."""
         if self.host.chunks > 0:
             return True
         return any(phase.law.chunks > 0 for phase in (*self.first, *self.accumulating))
@@ -156,8 +156,9 @@ class Method:
 
 @dataclasses.dataclass(frozen=True)
 class ParameterGroup:
-    """Number and bytes of a model's dense parameters, or of the experts' parameters. The two kinds
-    may have different numbers of replicas over the ranks.
+    """Number and bytes of a model's dense parameters, or of its experts' parameters. The two groups
+    are separate, because expert parallelism gives them different numbers of replicas over the
+    ranks.
 
     Attributes:
         name: "dense" or "expert".
@@ -277,7 +278,7 @@ class Setting:
         zero: 0 for DDP or one GPU; ZeRO's stage otherwise.
         optimizer: bytes for each trainable parameter; 12 is Adam with a float32 copy of the
             weights, 0 is no optimizer.
-        gradient_bytes: bytes of a gradient's element; None: as the parameter.
+        gradient_bytes: bytes of each element of a gradient; None: those of the parameter's dtype.
         ulysses, context_parallel: number of ranks that share one sequence; at most one of the two
             exceeds 1.
         expert_parallel: number of ranks that share the experts.
@@ -286,7 +287,7 @@ class Setting:
             start.
         room: bytes that a rank may use for gathered keys and values and their gradients under
             context parallelism; at least one key/value head is gathered. `plan` computes the value
-            like a real step (`plan.set_room`).
+            in the way of a real step (`plan.set_room`).
         weights: "device", "cpu" or "auto" (`StreamConfig.weights`), for chunked steps on one GPU;
             "auto" keeps weights on the device if a step fits.
         on_host: layers with weights in host memory; None: no layer. `plan` selects the number that
@@ -596,7 +597,8 @@ def from_json(data: Mapping[str, Any]) -> Profile:
     """Return the `Profile` that `to_json` has made into nested dicts and lists."""
 
     def node(value: Mapping[str, Any]) -> Node:
-        """Return the `Node` of the module tree from its dict of fields, with its children."""
+        """Return a `Node` (a module in the tree of the model's modules) from the dict of its
+        fields, with its children."""
         return Node(**{**value, "children": tuple(node(child) for child in value["children"])})
 
     groups = tuple(ParameterGroup(**group) for group in data["groups"])

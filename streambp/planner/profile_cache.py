@@ -88,8 +88,8 @@ class CountRequest:
         check_fields(self, lora=(1, 2**20), batch_size=(1, 2**20), encoder_len=(1, MAX_NUMBER))
 
     def skeleton(self) -> Skeleton:
-        """Return the model as a `Skeleton`: with meta or fake tensors, adapters and quantised
-        weights, so that steps can be counted on it. Each call makes a new one.
+        """Return a new `Skeleton`: the model with meta or fake tensors, adapters and quantised
+        weights, whose training steps can run without data to count their memory and FLOPs.
 
         Raises:
             StreamBPError: the source is unknown, or an option does not apply to it.
@@ -189,7 +189,8 @@ def code_in_use() -> list[Any]:
 
 
 def read_file(file: Path, restore: Callable[[dict[str, Any]], T]) -> T | None:
-    """Return the content of a JSON file that `write_file` wrote; None if there is no such file.
+    """Return the content of a JSON file that `write_file` has written, for example the counted
+    memory and FLOPs of a model. None if the file does not exist.
 
     The result is also None if the file cannot be read or was changed since `write_file`. One line
     in the log then names the file and the reason.
@@ -211,8 +212,8 @@ def read_file(file: Path, restore: Callable[[dict[str, Any]], T]) -> T | None:
 
 
 def _digest(entries: Any) -> str:
-    """Return the SHA-256 digest of a file's entries (dicts, lists, numbers and strings), as
-    hexadecimal digits."""
+    """Return the SHA-256 digest of a file's entries (dicts, lists, numbers and strings) as
+    hexadecimal digits, to detect a damaged file."""
     return hashlib.sha256(json.dumps(entries).encode()).hexdigest()
 
 

@@ -48,8 +48,8 @@ METHOD_NAMES_NOTE = (
 def plan_table(
     plan: Plan, modules: bool = True, width: int | None = None, notes: Sequence[str] = ()
 ) -> str:
-    """Return the text that `streambp plan` prints: request, chosen settings, limits, a table of
-    methods (ways to run a step), and a chart of memory by phase.
+    """Return the text that `streambp plan` prints: request, chosen settings, limits of memory, a
+    table of methods (ways to run a step), and a chart of the memory in each part of a step.
 
     Args:
         plan: the plan.
@@ -193,10 +193,11 @@ def headline(profile: Profile, setting: Setting) -> str:
 
 
 def _choice(plan: Plan) -> list[str]:
-    """Return lines of the plan's text: the chosen settings with their cost. Other lines have the
-    prediction for `patch(model)` without settings (chunk size, saved tensors, peak, seconds), if
-    there is one. The last lines name the memory (GPU or host) that longer sequences exceed first,
-    and changes with which longer sequences fit. If no step fits, the first line says so."""
+    """Return the part of a plan's text about the chosen settings, as lines. The first lines have
+    these settings with the step's cost. Further lines have the prediction for `patch(model)`
+    without settings (chunk size, saved tensors, peak, seconds), if there is a prediction. The last
+    lines name the memory (GPU or host) that longer sequences exceed first, and changes with which
+    longer sequences fit. If no step fits, the first line says so."""
     if plan.choice is None:
         reason = excess_text(plan)
         lines = [
@@ -267,8 +268,8 @@ def _both_rooms_lines(both_rooms: AutoOffloadStep) -> list[str]:
 
 def _saved_text(all_saved: Sequence[SavedTensors]) -> str:
     """Return text about tensors that layers save for backward in addition to their inputs, such as
-    "kv of 36 layers, 4 Linears of up to 20 layers", or "nothing". Each of the 4 Linears has its own
-    number of saving layers; 20 is the largest."""
+    "kv of 36 layers, 4 Linears of up to 20 layers", or "nothing". The example means that the
+    outputs of 4 Linears are saved, each in at most 20 layers."""
     savings = []
     linears = []
     for saved in all_saved:
@@ -315,8 +316,8 @@ def default_table(predicted: DefaultStep, measured: DefaultStep | None) -> str:
 
 
 def remedies_table(plan: Plan, remedies: Sequence[Remedy], commands: Sequence[str]) -> list[str]:
-    """Return lines about plans with other options that fit into memory: for each the change, the
-    step's cost, and the command that prints the plan.
+    """Return lines of text about other options of `streambp plan`, with which a step fits into
+    memory or is faster. Each has the change, the step's cost, and the command that prints the plan.
 
     Args:
         plan: the requested plan, which may fit or not.
@@ -457,7 +458,8 @@ def tokens_text(tokens: int) -> str:
 
 
 def _flops_text(flops: float) -> str:
-    """Return a number of FLOPs as text in PFLOP, or in smaller units that do not round to 0.0."""
+    """Return a number of FLOPs as text in PFLOP, or in smaller units if this would be rounded to
+    0.0."""
     for unit, name in ((1e15, "PFLOP"), (1e12, "TFLOP")):
         if flops >= 0.05 * unit:
             return f"{flops / unit:.1f} {name}"
@@ -551,7 +553,7 @@ def progress(stream: TextIO, doing: str) -> Iterator[Callable[[str, float], None
         """Draw the progress bar.
 
         Args:
-            text: text behind `doing`, such as the name of a method.
+            text: text behind `doing`: what is computed now, such as "checkpointing".
             fraction: finished fraction of the work.
         """
         if stream.isatty():

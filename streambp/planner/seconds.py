@@ -133,9 +133,9 @@ def min_hiding_length(
     """
 
     def is_hidden(seq_len: int) -> bool:
-        """True if layers with weights in host memory compute at least as long as copying these
-        weights to the device takes, in forward and in backward. The copies run meanwhile, and then
-        add no time to a step. `seq_len` is the number of positions of a row."""
+        """True if copies of weights from the host add no time to a step with rows of `seq_len`
+        positions. The copies run at the same time as the layers with these weights, and must take
+        no longer than those layers' kernels, in forward and in backward."""
         step = add_copies(work(method, seq_len, min(chunk_size, seq_len), setting), setting.on_host)
         for name, part in step.items():
             if name.endswith(HOST_WEIGHTS_SUFFIX):

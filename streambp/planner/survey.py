@@ -698,7 +698,7 @@ def _fit_all_work(
     counter: Counter, all_work: Works, number: int, fused: bool, ranks: int
 ) -> tuple[PhaseLaws, ...]:
     """Return functions that predict the FLOPs, traffic and copies of each part of a step, such as
-    the forward of all layers. Their variables are the full sequence's length and a chunk's tokens.
+    the forward of all layers. The variables are the full sequence's length and a chunk's tokens.
 
     Args:
         counter: the object that counted the steps.
