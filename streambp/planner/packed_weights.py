@@ -74,8 +74,8 @@ def statistics_of(weights: ParametrizationList) -> list[Tensor]:
 
 
 def decoded_size(weights: ParametrizationList) -> int | None:
-    """Return the number of elements of a parametrized weight after dequantization. None if none of
-    its parametrizations has the shape of the dequantized weight."""
+    """Return the number of elements of a parametrized weight after dequantization. None if no
+    parametrization of the weight states the shape of the dequantized weight."""
     for module in weights:
         shape = getattr(getattr(module, QUANT_STATE, module), "shape", None)
         if shape is not None:
@@ -84,8 +84,9 @@ def decoded_size(weights: ParametrizationList) -> int | None:
 
 
 class CountedExperts(CountedPackedWeight):
-    """Parametrization of experts in 4 bits, when memory and FLOPs are counted on meta or fake
-    tensors. Each read of the parameter allocates the dequantized weight, as bitsandbytes does.
+    """Parametrization (`torch.nn.utils.parametrize`) of experts' weights in 4 bits, for a model on
+    meta or fake tensors whose memory and FLOPs are counted. Each read of the parameter allocates
+    the dequantized weight, as bitsandbytes does.
 
     Args:
         weight: the weight [E, n, m] of all E experts, before it is packed.
@@ -97,8 +98,8 @@ class CountedExperts(CountedPackedWeight):
         self.dtype = weight.dtype
 
     def forward(self, packed: Tensor) -> Tensor:
-        """Return an uninitialized tensor [E, n, m] in place of the dequantized weight, for packed
-        bytes [bytes]."""
+        """Return an uninitialized tensor [E, n, m] in place of the dequantized weight of E experts.
+        `packed` is the packed weight, a tensor of bytes [bytes]."""
         return packed.new_empty(self.shape, dtype=self.dtype)
 
 

@@ -96,8 +96,8 @@ def page(
 
 
 def part(file: str) -> str:
-    """Return the text of a file of the package that becomes a part of the HTML page, such as
-    "plan.js"."""
+    """Return the text of a file in this package that is inserted into the planner's HTML page, such
+    as "plan.js"."""
     return (resources.files("streambp.planner") / "web" / file).read_text("utf-8")
 
 

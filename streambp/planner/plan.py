@@ -137,7 +137,7 @@ class LongestSequence:
     Attributes:
         method: name of the `Method`, such as "checkpointing" or "streambp saves attn_out".
         seq_len: positions of the sequence; 0 if no sequence fits.
-        binds: cause that longer sequences do not fit: name of the phase that exceeds the GPU's
+        binds: reason why longer sequences do not fit: the part of the step that exceeds the GPU's
             memory, such as "backward 35" (of layer 35), or "host memory".
     """
 
@@ -193,8 +193,8 @@ class Plan:
         memory: memory limits of each rank.
         seq_len: positions of a row; 0 if "max" was requested and no row fits.
         choice: the fastest step with fixed settings that fits at `seq_len`; None if none fits.
-        binds: the limit of longer sequences in chunked steps: name of the phase that exceeds the
-            GPU's memory, such as "backward 35" (of layer 35), or "host memory".
+        binds: reason why longer sequences do not fit in chunked steps: the part of the step that
+            exceeds the GPU's memory, such as "backward 35" (of layer 35), or "host memory".
         levers: changes outside of streambp's settings (more GPUs, for example) that allow a longer
             sequence, the simplest first.
         longest: the longest sequence of each method (way to run a step).
@@ -252,9 +252,9 @@ class Plan:
 
     @property
     def next_fastest(self) -> tuple[MethodStep, ...]:
-        """Return the predicted steps of the two fastest methods (ways to run a step) besides the
-        method of `choice`, the faster first. Only methods that compute in chunks and fit into
-        memory count."""
+        """Return the predicted steps of the two fastest methods (ways to run a step) after that of
+        `choice`, the faster first. Methods are left out if they do not compute in chunks, or do not
+        fit into memory."""
         if self.choice is None:
             method = None
         else:

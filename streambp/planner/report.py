@@ -49,7 +49,7 @@ def plan_table(
     plan: Plan, modules: bool = True, width: int | None = None, notes: Sequence[str] = ()
 ) -> str:
     """Return the text that `streambp plan` prints: request, chosen settings, limits of memory, a
-    table of methods (ways to run a step), and a chart of the memory in each part of a step.
+    table of methods (ways to run a step), and a chart of a step's memory.
 
     Args:
         plan: the plan.

@@ -205,15 +205,16 @@ class Skeleton:
 
     @functools.cached_property
     def _generators(self) -> tuple[Any, ...]:
-        """Return the random generators that the model holds, and the default ones. A generator that
-        a step makes is not among them, and is forgotten after the step."""
+        """Return torch's default random generators, and the generators in the model's attributes,
+        whose states are restored after a step. A generator that the step itself creates is not
+        included."""
         return generators_inside(self.model)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Context manager in which training steps of the model run. New tensors have no data, as in
-        `active`. Recurrent and convolutional layers and rotary embeddings make the allocations of
-        the kernels that are assumed for them.
+        `active`. Recurrent and convolutional layers and rotary embeddings allocate the tensors of
+        the kernels that are assumed for these layers, and compute nothing.
 
         Attributes, buffers and random generators of the modules are restored at the end, because
         the original model shares classes and closures with the copy.
@@ -239,8 +240,9 @@ class Skeleton:
 
     @property
     def language_model(self) -> PreTrainedModel:
-        """Return the module with a language-model head, inside of PEFT and other wrappers. A model
-        without a head is itself the result, if its attention is bidirectional.
+        """Return the `PreTrainedModel` that has the language-model head, inside of PEFT and other
+        wrappers. The result for a bidirectional model without a head (an embedding model) is the
+        outermost `PreTrainedModel`.
 
         Raises:
             StreamBPError: no module has a language-model head, and the attention is causal.
@@ -268,8 +270,8 @@ class Skeleton:
 
     @property
     def is_bidirectional(self) -> bool:
-        """True if a decoder layer of the model has bidirectional attention: its queries read later
-        keys, too."""
+        """True if a decoder layer of the model has bidirectional attention, in which queries also
+        read later keys."""
         stacks = find_stacks(self.model).stacks
         return any(is_bidirectional(layer) for stack in stacks for layer in stack.layers)
 
@@ -288,11 +290,14 @@ class Skeleton:
         return loss_of(self.model, ids, self.head is not None, self.encoder_len)
 
     def on_host(self) -> dict[str, Any]:
-        """Return a dict with fields of `Profile` for weights in host memory. "frozen" and "trained"
-        are the bytes that each layer's weights would take there. "decoded" is a layer's dequantized
-        4-bit weights in bytes, on the device. The dict is empty for 8-bit weights and for
-        torchao's, which cannot move to the host. The dict is empty for T5's kind, too: one layer's
-        bias serves all layers, and the layers are in two stacks."""
+        """Return a dict with three fields of `Profile`, from which steps with weights in host
+        memory are predicted. "frozen" and "trained" are lists of the bytes of each layer's weights,
+        if moved to the host. "decoded" is the bytes of a layer's dequantized 4-bit weights on the
+        device.
+
+        The dict is empty if streambp cannot move the weights to the host. This is so for 8-bit
+        weights, for torchao's, and for T5's kind of models, whose layers share a bias.
+        """
         layers: list[nn.Module] = []
         for stack in find_stacks(self.model).stacks:
             layers.extend(stack.layers)
@@ -325,7 +330,8 @@ class Skeleton:
 
     def _copy(self, model: nn.Module, fewer: bool) -> nn.Module:
         """Return an unpatched copy of a model whose parameters and buffers are meta or fake
-        tensors. Hooks of the copy do nothing, except for hooks that drop attention masks.
+        tensors. Hooks of the original do nothing in the copy, except for hooks that drop attention
+        masks.
 
         Args:
             model: the model, which is not changed.
@@ -386,8 +392,8 @@ class Skeleton:
 
 
 def _remove_device_hooks(model: nn.Module) -> None:
-    """Remove accelerate's hooks from a copy without data. The hooks would move its inputs to the
-    devices of the original's weights."""
+    """Remove the hooks of accelerate's `device_map` from a copy of a model without data. The hooks
+    would move the copy's inputs to the devices of the original model's weights."""
     for module in model.modules():
         attributes = vars(module)
         if attributes.pop(ACCELERATE_HOOK, None) is None:
@@ -428,8 +434,8 @@ def _autocast(device_type: str, *args: Any, _autocast: Any = torch.autocast, **k
 
 
 def _constant(value: Any, _: Any) -> Any:
-    """Return the first of two arguments. `ShrunkModel.apply` binds `value` with `functools.partial`
-    and uses the function as the getter of a property, whose second argument is the object."""
+    """Return the first argument. Used as the getter of a property with the constant value `value`,
+    bound by `functools.partial`; the second argument is the object that has the property."""
     return value
 
 
@@ -455,16 +461,16 @@ def _unsharded_classes(model: nn.Module) -> Iterator[None]:
 
 
 def _hook_tables(model: nn.Module) -> Iterator[dict[int, Any]]:
-    """Yield each hook dictionary, such as `_forward_hooks`, of each module of a model. The caller
-    replaces the hooks in them by functions without effect."""
+    """Yield each dict of hooks, such as `_forward_hooks`, of each module of a model. The caller
+    replaces the hooks by functions without effect."""
     for module in model.modules():
         for name in MODULE_HOOKS:
             yield getattr(module, name)
 
 
 class QuantisedLinear(nn.Module):
-    """Linear with a frozen 4-bit or 8-bit weight, which replaces a layer's Linear when memory and
-    FLOPs are counted on meta or fake tensors.
+    """Linear with a frozen 4-bit or 8-bit weight. Replaces a layer's Linear in a model on meta or
+    fake tensors, whose memory and FLOPs are counted for quantised weights.
 
     Each forward and backward allocates the dequantized weight in the input's dtype and frees it, as
     bitsandbytes does.
@@ -498,8 +504,8 @@ class QuantisedLinear(nn.Module):
 
 
 class FourBitLinear(QuantisedLinear, CountedPackedLinear):
-    """`QuantisedLinear` with a 4-bit weight. Layer code treats the module like a 4-bit Linear of
-    bitsandbytes, so that LoRA on the module is computed in one operation. [Note: adapters]
+    """`QuantisedLinear` with a 4-bit weight. streambp treats the module like a 4-bit Linear of
+    bitsandbytes, and computes LoRA adapters on the module in a fused operation. [Note: adapters]
 
     Args:
         linear: the original module.
@@ -517,8 +523,7 @@ class FourBitLinear(QuantisedLinear, CountedPackedLinear):
 
 def _dequantised(ctx: Any, x: Tensor, width: int) -> Tensor:
     """Allocate the tensors of a quantised Linear's forward without computing them, to count memory.
-    Return the output [..., width] for x [..., in]. Backward gets the number of x's columns, and no
-    tensor."""
+    Return the output [..., width] for x [..., in]. No tensor is saved for backward."""
     ctx.inner = x.shape[-1]
     return x @ x.new_empty(width, x.shape[-1]).mT
 
@@ -568,15 +573,16 @@ def _quantise(model: nn.Module, bits: int) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class ShrunkModel:
-    """Selection of a few of a model's layers. Only these layers run when the costs of a step are
-    counted on tensors without data, because layers with the same structure cost the same.
+    """Selection of a few of a model's layers. Only these layers run when a step's memory and FLOPs
+    are counted on tensors without data, because layers with the same structure need equal memory
+    and FLOPs.
 
     Attributes:
         layer_indices: indices of the selected layers in the full model.
         kinds: a number for each layer of the full model; layers with equal numbers have the same
             structure.
-        backbone: path of the module that runs the layers.
-        layers: name of the backbone's attribute that is the list of layers.
+        backbone: path of the module that runs the layers, such as "model".
+        layers: name of the attribute of this module that is the list of layers.
     """
 
     layer_indices: tuple[int, ...]
@@ -585,8 +591,8 @@ class ShrunkModel:
     layers: str
 
     def representative(self, index: int) -> int:
-        """Return the position in `layer_indices` of the layer that represents layer `index` of the
-        full model, and has the same costs."""
+        """Return which selected layer represents layer `index` of the full model and has the same
+        memory and FLOPs, as a position in `layer_indices`."""
         if index in self.layer_indices:
             return self.layer_indices.index(index)
         inner = []
@@ -611,8 +617,8 @@ class ShrunkModel:
 
     def apply(self, model: nn.Module) -> None:
         """Remove all layers but those of the selection (`layer_indices`) from the full model, or
-        from its copy. Lists with a value for each layer (`layer_types`) are shortened in the same
-        way."""
+        from its copy. Lists with a value for each layer, such as `layer_types` of the config, lose
+        the values of the removed layers."""
         if len(self.layer_indices) == len(self.kinds):
             return
         backbone: Any = model.get_submodule(self.backbone)
@@ -685,8 +691,8 @@ def reduced_layers(model: nn.Module) -> ShrunkModel:
 def values_by_layer(
     backbone: Any, depth: int
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Return the lists that have one value for each layer, such as `layer_types`, by attribute
-    name. A model with fewer layers needs shorter lists. The three dicts are for attributes of the
+    """Return all lists with a value for each layer, such as `layer_types`: the removal of layers
+    must shorten these lists. The result is three dicts from names to lists: attributes of the
     model's config, attributes of the backbone, and properties of the config's class.
 
     Properties of `PreTrainedConfig` itself are skipped. Reading them may warn, and their values do

@@ -198,8 +198,14 @@ def split_over(
     counted_gradient = _keys_allocated()(kind.own_gradients)
 
     def start_keys(self: Any, parts: list[Tensor], heads: int) -> Keys:
-        """Add the layer's numbers of heads (`Heads`) to `head_counts`, and call the original
-        `start_keys`, which starts the exchange of the layer's keys and values `parts`."""
+        """Record the layer's numbers of heads (`Heads`) in `head_counts`. Then call the original
+        `start_keys`, which starts the exchange of the layer's keys and values with other ranks.
+
+        Args:
+            self: the sequence sharding.
+            parts: the keys and values of this rank's tokens.
+            heads: number of query heads.
+        """
         if head_counts is not None:
             k, v = parts
             head_counts.add(Heads(heads, k.shape[1], gathered_keys.bytes_of_a_head(k, v, 1)))
@@ -244,14 +250,14 @@ def split_of(
     saves: Sequence[str],
 ) -> SequenceSplit:
     """Return the bytes that ranks exchange in a step for each token (`SequenceSplit`), computed
-    from the exchanges of one counted step, which was run on tensors without data.
+    from a step on tensors without data whose exchanges were counted.
 
     Args:
         by: kind of sequence sharding: "DeepSpeed Ulysses" or "context parallelism".
         heads: the different numbers of heads among the layers.
-        links: five numbers of bytes, exchanged in the counted step (`SplitCount.links`).
-        ranks: number of ranks for which the step was counted.
-        tokens: tokens of a shard in the counted step.
+        links: five numbers of bytes that this step exchanged (`SplitCount.links`).
+        ranks: number of ranks that this step assumes.
+        tokens: tokens of a rank's part of a sequence in this step.
         saves: names of the tensors that layers save, as in `StreamConfig.saves`.
     """
     full_tokens = ranks * tokens

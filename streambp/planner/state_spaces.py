@@ -47,8 +47,8 @@ def _selective_scan(
     """Allocate the tensors of mamba_ssm's selective scan (Mamba 1) without computing them, to count
     memory. Return y [B, D, T] and the end state [B, D, N], both without values.
 
-    The arguments are those of mamba_ssm's kernel. Shapes: u, dt, z [B, D, T], a [D, N], b, c
-    [B, N, T], d and bias [D]; z, d and bias may be None.
+    The arguments are those of mamba_ssm's kernel, for D channels with states of N numbers. Shapes:
+    u, dt, z [B, D, T], a [D, N], b, c [B, N, T], d and bias [D]; z, d and bias may be None.
     """
     u, dt, b, c = (_rows(x) for x in (u, dt, b, c))
     z = None if z is None else _rows(z)
@@ -66,9 +66,9 @@ def _selective_scan(
 
 
 def _selective_scan_backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    """Return uninitialized tensors in place of the gradients of `_selective_scan`'s arguments, for
-    the gradient `grad` [B, D, T] of y. Nothing is computed, because the planner only counts the
-    memory of mamba_ssm's backward. The gradients of b and c are in float32."""
+    """Allocate the tensors of the backward of mamba_ssm's selective scan without computing them, to
+    count memory. `grad` [B, D, T] is the gradient of the scan's output. Return the gradients of the
+    arguments of `_selective_scan` in their order, those of b and c in float32."""
     u, dt, a, b, c, d, z, bias, _, _ = ctx.saved_tensors
     grad = _rows(grad)
     if z is None:
@@ -88,8 +88,8 @@ selective_scan = functools.partial(KernelReplay.apply, _selective_scan, _selecti
 
 
 def _like(x: Tensor | None) -> Tensor | None:
-    """Return an uninitialized tensor with the shape and dtype of x [...], for x's gradient; None
-    for None."""
+    """Return an uninitialized tensor like x [...], in place of x's gradient. Return None if x is
+    None."""
     if x is None:
         return None
     return torch.empty_like(x)
@@ -100,11 +100,12 @@ def _fused_mamba(
     out_bias: Tensor | None, a: Tensor, d: Tensor | None, dt_bias: Tensor | None, norm: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """Allocate the tensors of mamba_ssm's fused Mamba layer without computing them, to count
-    memory. Return the output [B, T, h] for xz [B, 2 D, T]. Only products with weights are computed.
+    memory. Return the output [B, T, h] for xz [B, 2 D, T], the layer's D channels and their gates.
+    Only products with weights run, so that their FLOPs are counted.
 
-    Shapes: x_proj [R + 2 N, D], dt_proj [D, R], out_proj [h, D], a [D, N]. `conv` is the
-    convolution's weight. d and biases may be None. `norm` is the weight of a norm of the step size;
-    None: no norm.
+    Shapes: x_proj [R + 2 N, D], dt_proj [D, R], out_proj [h, D], a [D, N]. N is the size of a
+    state, and R the rank of the projection to the step size dt. `conv` is the convolution's weight.
+    d and biases may be None. `norm` is the weight of a norm of the step size; None: no norm.
     """
     xz = _rows(xz)
     x = xz[:, : xz.shape[1] // 2]
@@ -126,13 +127,14 @@ def _fused_mamba(
 
 
 def _mamba_step(small: Tensor, dt_proj: Tensor, has_norm: bool) -> Tensor:
-    """Allocate the tensors for a Mamba layer's step size on meta or fake tensors, to count memory.
-    Return the step size dt [D, B T].
+    """Allocate the tensors of the computation of a Mamba layer's step size dt, on meta or fake
+    tensors, to count memory. Return dt [D, B T], for D channels.
 
-    A norm of dt allocates three tensors: a copy of its input, its output, a copy of its output.
+    A norm of dt allocates three tensors: a copy of the norm's input, the output, and a copy of the
+    output.
 
     Args:
-        small: [B T, R + 2 N], the output of the projection x_proj.
+        small: [B T, R + 2 N], the output of the projection x_proj, whose first R columns become dt.
         dt_proj: [D, R], the weight of the projection to the step size.
         has_norm: True if the layer norms the step size.
     """
@@ -144,8 +146,9 @@ def _mamba_step(small: Tensor, dt_proj: Tensor, has_norm: bool) -> Tensor:
 
 def _fused_mamba_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """Allocate the tensors of the backward of mamba_ssm's fused Mamba layer without computing them,
-    to count its memory for grad [B, T, h]. Return the gradients of the arguments of `_fused_mamba`
-    in their order; that of conv is in float32, that of norm is None."""
+    to count memory. `grad` [B, T, h] is the gradient of the layer's output. Return the gradients of
+    the arguments of `_fused_mamba` in their order; that of conv is in float32, that of norm is
+    None."""
     conv, conv_bias, x_proj, dt_proj, out_proj, out_bias, d, dt_bias, xz, small, a, b, c, _, _ = (
         ctx.saved_tensors
     )
@@ -223,21 +226,24 @@ class ScanSizes:
         return -(-self.tokens // self.block)
 
     def states(self, dtype: torch.dtype) -> Tensor:
-        """Return an empty tensor [B, NB, H, P, N] for one state [P, N] of each block and head."""
+        """Return an empty tensor [B, NB, H, P, N] for the states of the scan: a state [P, N] for
+        each of H heads and each block of a row (NB blocks)."""
         return self.like.new_empty(
             self.rows, self.blocks, self.heads, self.width, self.size, dtype=dtype
         )
 
     def steps(self, parts: int = 1) -> Tensor:
-        """Return an empty tensor [B, H, NB, parts, Q] in float32, for numbers of each token and
-        head such as the step size dt. `parts` is the number of partial sums of each number."""
+        """Return an empty float32 tensor [B, H, NB, parts, Q] for a quantity of each token and
+        head, such as the step size dt. NB is the number of blocks, and Q the tokens of a block.
+        `parts` is the number of partial sums that the kernel stores for each element."""
         return self.like.new_empty(
             self.rows, self.heads, self.blocks, parts, self.block, dtype=ACCUMULATION_DTYPE
         )
 
     def scores(self, splits: int = 1) -> Tensor:
-        """Return an empty tensor [B, NB, splits, G, Q, Q] in float32, for the products C B^T of the
-        tokens of each block, or their gradients. `splits` is the number of partial sums."""
+        """Return an empty float32 tensor [B, NB, splits, G, Q, Q] for the products C B^T of all
+        pairs of tokens in a block, or for their gradients. C and B are Mamba's projections of a
+        token. `splits` is the number of partial sums that the kernel stores for each element."""
         return self.like.new_empty(
             self.rows,
             self.blocks,
@@ -249,8 +255,9 @@ class ScanSizes:
         )
 
     def inputs(self, splits: int = 1) -> Tensor:
-        """Return an empty tensor [B, T, splits, G, N] in float32, for the gradients of B or C at
-        each token. `splits` is the number of partial sums."""
+        """Return an empty float32 tensor [B, T, splits, G, N] for the gradients of B or C, Mamba's
+        projections of a token. `splits` is the number of partial sums that the kernel stores for
+        each element."""
         return self.like.new_empty(
             self.rows, self.tokens, splits, self.groups, self.size, dtype=ACCUMULATION_DTYPE
         )
@@ -260,7 +267,7 @@ class ScanSizes:
         up a step's costs.
 
         Args:
-            times: factor of the FLOPs of one forward; 4 for backward.
+            times: number by which the FLOPs of one forward are multiplied: 4 for a backward.
         """
         scores = 2 * self.groups * self.block * self.size
         mixed = 2 * self.heads * self.width * (self.block + 2 * self.size)
@@ -269,8 +276,9 @@ class ScanSizes:
 
 def _scan_forward(sizes: ScanSizes, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Allocate the tensors of the forward of Mamba 2's scan without computing them, to count
-    memory. Return the output [B, T, H, P], the end state [B, H, P, N], and each token's decay [B,
-    H, NB, 1, Q], which backward needs.
+    memory. Return the output [B, T, H, P], the end state [B, H, P, N], and the decay of each token
+    [B, H, NB, 1, Q], which backward needs. The letters are those of `ScanSizes`: P columns of a
+    head, N numbers of a state for each, NB blocks of Q tokens.
 
     Args:
         sizes: sizes of the call.
@@ -295,7 +303,8 @@ def _scan_backward(
     sizes: ScanSizes, dt: Tensor, has_start: bool, are_allocated: bool
 ) -> tuple[Tensor | None, ...]:
     """Allocate the tensors of the backward of Mamba 2's scan without computing them, to count
-    memory. Return uninitialized gradients of x, dt, B, C and the start state, or None.
+    memory. Return uninitialized gradients of x, dt, B, C and the start state; None for gradients
+    that are not needed.
 
     Args:
         sizes: sizes of the call.
@@ -370,7 +379,8 @@ def _mamba2_scan(
     Return the output [B, T, H, P] and the end state [B, H, P, N].
 
     Shapes: x [B, T, H, P], dt [B, T, H], a [H], b, c [B, T, G, N], start [B, H, P, N] or None; d
-    and dt_bias [H] or None. `block` is the number of tokens in a block of the scan.
+    and dt_bias [H] or None. H heads of P columns are in G groups, and N is the size of a state.
+    `block` is the number of tokens that the scan computes at once.
     """
     x, b, c = _rows(x), _rows(b), _rows(c)
     sizes = ScanSizes(x, block, *x.shape, *b.shape[2:])
@@ -381,9 +391,9 @@ def _mamba2_scan(
 
 
 def _mamba2_scan_backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    """Allocate the tensors of the backward of `_mamba2_scan` without computing them, to count its
-    memory for the output's gradient `grad` [B, T, H, P]. Return uninitialized gradients of the
-    arguments of `_mamba2_scan` in their order; None for `block`."""
+    """Allocate the tensors of the backward of mamba_ssm's Mamba 2 scan without computing them, to
+    count memory. `grad` [B, T, H, P] is the gradient of the scan's output. Return uninitialized
+    gradients of the arguments of `_mamba2_scan` in their order; None for `block`."""
     _, x, dt, _, a, b, _, d, dt_bias, start = ctx.saved_tensors
     grad = _rows(grad)
     sizes = ScanSizes(x, ctx.block, *x.shape, *b.shape[2:])
@@ -401,10 +411,12 @@ def _fused_mamba2(
     norm: Tensor | None, proj: Tensor, proj_bias: Tensor | None, width: int, groups: int, block: int,
 ) -> Tensor:  # fmt: skip
     """Allocate the tensors of mamba_ssm's fused Mamba 2 layer without computing them, to count
-    memory. Return the output [B, T, h] for zxbcdt [B, T, 2 H P + 2 G N + H].
+    memory. Return the output [B, T, h] for zxbcdt [B, T, 2 H P + 2 G N + H], the input projection's
+    output.
 
     Shapes: conv [H P + 2 G N, k], dt_bias, a and d [H], norm [H P] or None, proj [h, H P]; biases
-    may be None. `width` is P (columns of a head), `groups` is G, `block` the tokens of a block.
+    may be None. `width` is P, the columns of each of H heads. `groups` is G, the groups of heads. N
+    is the size of a state. `block` is the number of tokens that the scan computes at once.
     """
     ctx.sizes = width, groups, block
     sizes = _mamba2_sizes(zxbcdt, conv, d, *ctx.sizes)
@@ -431,12 +443,12 @@ def _mamba2_sizes(
     tensors.
 
     Args:
-        zxbcdt: [B, T, 2 H P + 2 G N + H].
-        conv: [H P + 2 G N, k].
-        d: [H].
+        zxbcdt: [B, T, 2 H P + 2 G N + H], the output of the layer's input projection.
+        conv: [H P + 2 G N, k], the convolution's weight; N is the size of a state.
+        d: [H], a parameter for each of H heads.
         width: P, columns of a head.
-        groups: G.
-        block: Q, tokens of a block.
+        groups: G, number of groups of heads.
+        block: Q, number of tokens that the scan computes at once.
     """
     heads = d.shape[0]
     rows, tokens = zxbcdt.shape[:2]
@@ -445,9 +457,10 @@ def _mamba2_sizes(
 
 
 def _fused_mamba2_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """Allocate the tensors of the backward of `_fused_mamba2` without computing them, to count its
-    memory for grad [B, T, h]. Return the gradients of the arguments of `_fused_mamba2` in their
-    order; that of conv is in float32, and those of the last three are None."""
+    """Allocate the tensors of the backward of mamba_ssm's fused Mamba 2 layer without computing
+    them, to count memory. `grad` [B, T, h] is the gradient of the layer's output. Return the
+    gradients of the arguments of `_fused_mamba2` in their order; that of conv is in float32, and
+    those of the last three are None."""
     zxbcdt, conv, conv_bias, out, a, d, dt_bias, norm, _, proj, proj_bias = ctx.saved_tensors
     sizes = _mamba2_sizes(zxbcdt, conv, d, *ctx.sizes)
     recomputed = torch.empty_like(out)

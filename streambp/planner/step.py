@@ -247,13 +247,14 @@ def _flash_as_sdpa(
     scale: float | None = None,
     **__: Any,
 ) -> Tensor:
-    """Return the output [B, H, T, D] of torch's FlashAttention operation on tensors without data.
-    Replaces `F.scaled_dot_product_attention` and has its arguments: query [B, H, T, D], key and
-    value [B, H_kv, S, D]. A mask of booleans and dropout are ignored.
+    """Return the output [B, H, T, D] of torch's FlashAttention operation on tensors without data,
+    to count memory as on a GPU. Replaces `F.scaled_dot_product_attention` and has the same
+    arguments: query [B, H, T, D], key and value [B, H_kv, S, D]. A mask of booleans and dropout are
+    ignored.
 
     A mask of numbers, [1, H, T, S], is T5's bias of all pairs of positions. FlashAttention adds no
-    bias, so the result is then that of torch's memory-efficient attention. The backward
-    of this attention allocates the bias's gradient for each row.
+    bias, so torch's memory-efficient attention takes its place for such a mask. The backward of
+    this attention allocates the bias's gradient for each row.
     """
     if attn_mask is not None and attn_mask.is_floating_point():
         pairs = (*query.shape[:3], key.shape[2])
@@ -279,8 +280,8 @@ def _flash(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Return the output [B, T, H, D_v] of torch's FlashAttention operation, and None in place of
-    attention weights. The operation makes the kernel's allocations on meta tensors, so that the
-    planner counts them.
+    attention weights. The operation allocates, on meta tensors, what the kernel allocates on a GPU,
+    and the planner counts this memory.
 
     The function is registered in transformers' `AttentionInterface`, and has the usual arguments:
     query [B, H, T, D], key [B, H_kv, S, D] and value [B, H_kv, S, D_v]. A mask and a softcap are
@@ -315,9 +316,9 @@ def _flash(
 
 
 def _counted_head(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
-    """Allocate the tensors of an output projection with a fused loss (logits exist one block at a
-    time), to count memory. Return an uninitialized float32 scalar for hidden [N, h], N tokens, and
-    weight [V, h]."""
+    """Allocate the tensors of an output projection with a fused loss, which has one block of the
+    logits in memory at a time, to count memory. Return an uninitialized float32 scalar in place of
+    the loss. Shapes: hidden [N, h] for N tokens, weight [V, h]."""
     for rows in hidden.split(LOGITS_TILE[0]):
         for columns in weight.split(LOGITS_TILE[1]):
             add_flops(0, (rows @ columns.mT).nbytes)  # one kernel reads the tile
@@ -329,9 +330,9 @@ def _counted_head(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 def _counted_head_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """Allocate the tensors of the backward of `_counted_head`, to count memory. Return gradients of
-    hidden [N, h], N tokens, and weight [V, h] without values, in their dtypes; None for a frozen
-    weight."""
+    """Allocate the tensors of the backward of an output projection with a fused loss, to count
+    memory. Return gradients without values of hidden [N, h], for N tokens, and of weight [V, h], in
+    the dtypes of these. The gradient of a frozen weight is None."""
     hidden, weight, _ = ctx.saved_tensors
     d_hidden = torch.zeros_like(hidden, dtype=torch.float32)  # [N, h]
     if ctx.needs_input_grad[3]:

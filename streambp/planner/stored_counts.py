@@ -191,8 +191,9 @@ def _file(key: str) -> Path:
 
 
 def _module(module: nn.Module, numbers: dict[int, int]) -> Iterator[Any]:
-    """Yield the class, tensors, attributes and hooks of one module as JSON types, for the digest of
-    `key_of`. Modules inside the module are left out.
+    """Yield the class, tensors, attributes and hooks of one module as JSON types. `key_of` hashes
+    these into the name of the file with a model's counted memory. Modules inside the module are
+    left out.
 
     Args:
         module: the module.
@@ -222,8 +223,9 @@ def _module(module: nn.Module, numbers: dict[int, int]) -> Iterator[Any]:
 
 
 def _tensor(tensor: Tensor) -> list[str]:
-    """Return the class, shape, strides, dtype and requires_grad of a tensor [...], as texts for the
-    digest of `key_of`. A parameter that ZeRO-3 has divided has its full shape."""
+    """Return the class, shape, strides, dtype and requires_grad of a tensor [...] as texts.
+    `key_of` hashes these into the name of the file with a model's counted memory. The shape of a
+    parameter that ZeRO-3 has divided is the full shape."""
     if is_partitioned(tensor):
         layout = str(tuple(full_shape(tensor)))
     else:
@@ -232,8 +234,9 @@ def _tensor(tensor: Tensor) -> list[str]:
 
 
 def describe_value(value: Any, depth: int = MAX_DEPTH) -> Any:
-    """Return a value as JSON types for the digest of `key_of`, equal in each process. Sets are
-    sorted; objects of unknown classes become the name of their class.
+    """Return a value as JSON types, with equal results in each process. `key_of` hashes these into
+    the name of the file with a model's counted memory. Sets are sorted; objects of unknown classes
+    become the name of their class.
 
     Args:
         value: the value.
@@ -270,13 +273,15 @@ def describe_value(value: Any, depth: int = MAX_DEPTH) -> Any:
 
 
 def _name(kind: type) -> str:
-    """Return the module and the qualified name of a class, for the digest of `key_of`."""
+    """Return the module and the qualified name of a class as text. `key_of` hashes this into the
+    name of the file with a model's counted memory."""
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _code_of(kinds: Mapping[type, Any]) -> Iterator[Any]:
-    """Yield a description of the code of some modules' classes, and of the functions in the files
-    that define these classes, for the digest of `key_of`.
+    """Yield descriptions, as JSON types, of the code of some modules' classes, and of the functions
+    in the files that define these classes. `key_of` hashes these into the name of the file with a
+    model's counted memory.
 
     Args:
         kinds: dict with the modules' classes as keys; its values are not read.
@@ -293,8 +298,9 @@ def _code_of(kinds: Mapping[type, Any]) -> Iterator[Any]:
 
 
 def _function(function: Any, depth: int) -> list[Any]:
-    """Return a description of a function, for the digest of `key_of`. The list has digests of the
-    function's code and of functions that it wraps, and the values in defaults and closure.
+    """Return a description of a function as a list of JSON types: digests of its code and of
+    functions that it wraps, and the values in defaults and closure. `key_of` hashes the list into
+    the name of the file with a model's counted memory.
 
     Args:
         function: the function.
@@ -313,8 +319,8 @@ def _function(function: Any, depth: int) -> list[Any]:
 
 
 def _contents(function: types.FunctionType) -> Iterator[Any]:
-    """Yield the values of a function's closure that are no functions, for the digest of
-    `key_of`."""
+    """Yield the values of a function's closure that are no functions. `key_of` hashes these into
+    the name of the file with a model's counted memory."""
     for cell in function.__closure__ or ():
         with contextlib.suppress(ValueError):  # the variable has no value yet
             if not isinstance(cell.cell_contents, types.FunctionType):
@@ -322,8 +328,9 @@ def _contents(function: types.FunctionType) -> Iterator[Any]:
 
 
 def _code(code: types.CodeType) -> str:
-    """Return a digest of a function's compiled code in hexadecimal digits, which is a part of
-    `key_of`'s digest. The result does not depend on file name and line numbers."""
+    """Return a digest of a function's compiled code as hexadecimal digits. The digest does not
+    depend on file name and line numbers. `key_of` hashes this into the name of the file with a
+    model's counted memory."""
     digest = hashlib.sha256(code.co_code)
     for value in (*code.co_names, *code.co_varnames, *code.co_consts):
         if isinstance(value, types.CodeType):

@@ -48,8 +48,8 @@ class Training(NamedTuple):
         return (*adapters, *(("--bits", str(self.bits)) if self.bits < 16 else ()))
 
     def smaller(self) -> Iterator[Training]:
-        """Yield kinds of training that take less device memory than this training: LoRA, then LoRA
-        on 4-bit weights. Kinds that would not change this training are left out."""
+        """Yield the kinds of training that take less device memory than this kind: LoRA, then LoRA
+        on 4-bit weights. A kind equal to this kind is left out."""
         rank = self.lora or LORA_RANK
         if self.lora is None:
             yield Training(rank)
@@ -142,12 +142,12 @@ def best_change(
 def _describe_change(
     training: Training | None, options: tuple[str, ...]
 ) -> tuple[list[str], tuple[str, ...]]:
-    """Return two things: texts that describe the changes of a proposal, one for each change, and
-    all options of `streambp plan` that request the changes.
+    """Return two values: texts with the changes of a proposed plan (LoRA or weights in host memory,
+    for example), and all options of `streambp plan` that request these changes.
 
     Args:
         training: the kind of training, if it differs from the plan's; None: the plan's own.
-        options: the options that request the proposal's setting, from `settings_of`.
+        options: the options that request the proposed plan's setting, from `settings_of`.
     """
     changes = []
     if training is not None:
@@ -238,8 +238,8 @@ def _fewer_tokens(
 
 
 def _on_more_gpus(current_plan: Plan, seq_len: int | Literal["max"]) -> Iterator[Remedy]:
-    """Yield the plan with the smallest number of GPUs (up to `MAX_GPUS`) on which a step fits
-    under ZeRO-3; nothing if none fits.
+    """Yield the plan for more GPUs under ZeRO-3: for the smallest number (up to `MAX_GPUS`) with
+    which a step fits into memory. Yield nothing if no number suffices.
 
     Args:
         current_plan: the plan that does not fit.
@@ -268,12 +268,12 @@ def _on_more_gpus(current_plan: Plan, seq_len: int | Literal["max"]) -> Iterator
 
 
 def _min_seconds(base_plan: Plan) -> float:
-    """Return the fewest seconds of the plan's fastest step on four devices: with 1.25 times the
-    memory, twice the memory, four times the memory, and enough memory for everything. If this is
-    not faster than the plan, no change that saves memory is proposed.
+    """Return the seconds of the fastest step with more device memory: 1.25 times the memory, twice,
+    four times, and enough for everything. If this time is not shorter than that of the plan's own
+    step, changes that save memory cannot make the plan faster, and are not proposed.
 
-    The first three devices count because `patch` without settings may be slower with more memory:
-    on the fourth device it runs the model unpatched.
+    The first three amounts are tried because `patch` without settings runs the model unpatched with
+    the fourth, and this may be slower.
     """
     gpu = base_plan.memory.gpu
     min_seconds = math.inf
@@ -333,8 +333,8 @@ def is_on_device(remedy: Remedy) -> bool:
 
 
 def excess_text(plan: Plan) -> str | None:
-    """Return text with the GiB of weights, gradients and optimizer state, if these alone exceed the
-    device's usable memory, so that no step fits. Otherwise return None."""
+    """Return a sentence for a plan in which no step fits, if weights, gradients and optimizer state
+    alone exceed the device's usable memory. The sentence has their GiB. Otherwise return None."""
     setting = plan.setting
     if setting.weights == "auto":
         setting = dataclasses.replace(setting, on_host=None)
@@ -355,8 +355,9 @@ def excess_text(plan: Plan) -> str | None:
 
 
 def replace_options(command: Sequence[str], options: Sequence[str]) -> list[str]:
-    """Return the words of a command line with other options, to print the command that requests
-    another plan. `--lora` and `--full` replace each other.
+    """Return the words of a command line in which some options are replaced, to print the command
+    that requests another plan. `--lora` and `--full` (training of all parameters) replace each
+    other.
 
     Args:
         command: the words of the command line.

@@ -252,14 +252,14 @@ def _with_floors(methods: Sequence[Method]) -> tuple[Method, ...]:
 
 
 def _more_fields(skeleton: Skeleton) -> dict[str, Any]:
-    """Return fields of `Profile` as a dict from field name to value. A `Profile` has the memory and
-    costs of a model's steps, counted on tensors without data.
+    """Return some fields of a model's `Profile` (its counted memory and FLOPs), as a dict by field
+    name.
 
     "frozen" and "trained" are each layer's bytes of weights that may move to host memory, and
-    "decoded" is a layer's dequantized 4-bit weights in bytes. The three are missing for weights
-    that cannot move (8-bit weights and torchao's). "assumed" has texts on assumptions about a model
-    that is no causal language model.
-    "without_adapters" has the names of Linears that peft refuses to adapt, or that do not exist.
+    "decoded" is the bytes of a layer's dequantized 4-bit weights. The three are missing for weights
+    that cannot move (8-bit weights and torchao's). "assumed" has notes on assumptions about a model
+    that is no causal language model. "without_adapters" has the names of Linears that peft refuses
+    to adapt, or that do not exist.
 
     Args:
         skeleton: the model with all its layers, without data.
@@ -296,7 +296,8 @@ def _gathered_bytes(skeleton: Skeleton) -> int:
 
 
 def _layers_of(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield all decoder layers of a model, of each of its backbones."""
+    """Yield the decoder layers of all backbones of a model; an encoder-decoder has two backbones.
+    """
     for stack in find_stacks(model).stacks:
         yield from stack.layers
 
@@ -308,9 +309,9 @@ def _bytes_of(tensors: Sequence[Tensor]) -> int:
 
 
 def parameter_groups(model: nn.Module) -> tuple[ParameterGroup, ...]:
-    """Return the `ParameterGroup`s of a model's parameters, from which bytes of weights, gradients
-    and optimizer state follow: the dense ones, and the experts' if there are any. Tied parameters
-    count once."""
+    """Return the numbers and bytes of a model's dense parameters, and of its experts' parameters if
+    there are any. The bytes of weights, gradients and optimizer state are computed from these
+    `ParameterGroup`s. Tied parameters count once."""
     groups = []
     for name in ("dense", "expert"):
         members = []

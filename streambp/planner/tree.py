@@ -97,8 +97,9 @@ def module_tree(skeleton: Skeleton, shrunk_model: ShrunkModel, batch_size: int) 
 
 
 def _activations(skeleton: Skeleton, batch_size: int) -> Activations:
-    """Return a dict from modules to bytes for each token. A module's bytes are of tensors that its
-    forward allocates, and that are still alive for backward at the end of the model's forward.
+    """Return the activation memory of each module, as a dict from modules to bytes for each token.
+    The bytes are those of tensors that the module's forward allocates and backward needs: the
+    tensors still exist at the end of the model's forward.
 
     Args:
         skeleton: the model, on meta or fake tensors.
@@ -140,8 +141,8 @@ def _activations(skeleton: Skeleton, batch_size: int) -> Activations:
 
 
 def _direct_children(module: nn.Module) -> list[nn.Module]:
-    """Return a module's children. A `ModuleList` among them, which has no forward and no
-    activations of its own, is replaced by its entries."""
+    """Return a module's children, with the entries of each `ModuleList` in place of the list,
+    because a list has no forward and no activations of its own."""
     direct: list[nn.Module] = []
     for child in module.children():
         direct += _direct_children(child) if isinstance(child, nn.ModuleList) else [child]

@@ -16,8 +16,8 @@ LENGTHS_PER_DOUBLING = 8  # lengths within a factor of two that are told apart
 
 @dataclasses.dataclass(frozen=True)
 class WholeRun:
-    """Predicted cost of all steps of a training on a data set, without the optimizer's own time,
-    loading and evaluation.
+    """Predicted hours and price of all forwards and backwards of a training on a data set.
+    Optimizer steps, data loading and evaluation are not included.
 
     Attributes:
         rows: number of rows of the data set.
@@ -42,7 +42,8 @@ class WholeRun:
 def whole_run(
     plan: Plan, lengths: Sequence[int], epochs: float = 1.0, price: float | None = None
 ) -> WholeRun | None:
-    """Return the predicted cost of a training; None if the plan's step does not fit into memory.
+    """Return the predicted hours and price of a training on a data set; None if the plan's step
+    does not fit into memory.
 
     Args:
         plan: the plan of one step.
@@ -80,8 +81,9 @@ def whole_run(
 
 
 def round_up(length: int) -> int:
-    """Return a number of tokens rounded up to a power of 2 ** (1/8), at most a tenth more. Rows of
-    a data set then have few different lengths, and the seconds of few steps must be predicted."""
+    """Return a row length rounded up to a power of 2 ** (1/8), at most a tenth more. The rows of a
+    data set then have few different lengths, and the seconds of a step are predicted only for
+    these."""
     return math.ceil(
         2 ** (math.ceil(LENGTHS_PER_DOUBLING * math.log2(length)) / LENGTHS_PER_DOUBLING)
     )

@@ -51,8 +51,8 @@ class Work(NamedTuple):
 
 
 def tensors(value: Any) -> list[Tensor]:
-    """Return every tensor, of any shape, in nested tuples, lists and dicts, such as an operation's
-    arguments."""
+    """Return every tensor, of any shape, in nested tuples, lists and dicts, such as the arguments
+    of a torch operation."""
     if isinstance(value, Tensor):
         return [value]
     members: list[Tensor] = []
@@ -207,18 +207,18 @@ SCATTER_SOURCE_INDEX = {  # index of the source that is written to selected elem
 
 
 def _size(tensor: Tensor) -> int:
-    """Return the bytes of a tensor's different elements, which an operation reads or writes.
-    Dimensions with stride 0 (broadcast) count as size 1."""
+    """Return the bytes of a tensor that an operation reads or writes. Elements that share memory
+    count once: dimensions with stride 0 (broadcast) count as size 1."""
     sizes = (n for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride or n == 0)
     return math.prod(sizes) * tensor.element_size()
 
 
 def traffic_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     """Return the bytes that one torch operation reads and writes, for a prediction of its seconds.
-    Attention and matrix products count 0 bytes, because their FLOPs determine their seconds. A
-    product that is added to a sum in place (`addmm_`) counts the sum's bytes, read and written.
-    Attention with a bias of all pairs of positions counts the bytes of the bias, and in backward
-    those of its gradient.
+    Attention and matrix products count 0 bytes, because their FLOPs determine their seconds.
+    Products that are added to a tensor in place (`addmm_`) count this tensor's bytes twice, read
+    and written. Attention with a bias of all pairs of positions counts the bytes of the bias, and
+    in backward those of its gradient.
 
     Args:
         func: the operation, an overload of `torch.ops.aten` that returns no view.
