@@ -175,7 +175,8 @@ def read() -> dict[str, Any]:
 
 
 def install() -> Any:
-    """Return the import finder (`ImportHook`) of this process; the first call installs it.
+    """Return the import finder (`ImportHook`) that makes trainers in this process patch their
+    models; the first call installs the finder.
 
     Modules that are already imported are changed immediately.
     """

@@ -241,7 +241,8 @@ class LaunchCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
             self.launched.patch_model(reference)
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        """Print the report after the first step; later steps print nothing."""
+        """Print the report on the models that this process has patched, after the first training
+        step. Later calls print nothing."""
         if not self.has_reported:
             self.has_reported = True
             self.launched.print_report()
@@ -254,6 +255,7 @@ class LaunchCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
 
     @torch.compiler.disable
     def __call__(self, model: nn.Module, inputs: Any, output: Any) -> None:
-        """Print the report after the first training forward. Called as the model's forward hook."""
+        """Print the report on the models that this process has patched, after the first forward in
+        training mode. Called as a forward hook of the model."""
         if model.training:
             self.on_step_end()

@@ -306,7 +306,8 @@ class ModelStates:
 
     @property
     def installed(self) -> PatchState:
-        """Return the `PatchState` that the replaced forwards of the patched model share."""
+        """Return the state of the patch (`PatchState`: settings, and records of the layers), which
+        all replaced forwards of the patched model share."""
         module_and_state = find_patch(self.model)
         assert module_and_state is not None
         return module_and_state[1]

@@ -80,7 +80,7 @@ class SurveyRecipe:
 def streamed_recipe(
     saves: tuple[str, ...] = (), offload: str = "none", split: str = ""
 ) -> SurveyRecipe:
-    """Return the recipe of a step under streambp, chunk by chunk, named after its settings.
+    """Return the recipe (way to run a step) of a step under streambp, named after the settings.
 
     Args:
         saves: names of the tensors that every layer saves for backward, as in `StreamConfig.saves`.
@@ -296,8 +296,7 @@ def _gathered_bytes(skeleton: Skeleton) -> int:
 
 
 def _layers_of(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the decoder layers of all backbones of a model; an encoder-decoder has two backbones.
-    """
+    """Yield the decoder layers of all backbones of a model; an encoder-decoder has two backbones."""
     for stack in find_stacks(model).stacks:
         yield from stack.layers
 
@@ -452,9 +451,9 @@ class Counter:
         return self._heads[recipe.split]
 
     def ranks(self, recipe: SurveyRecipe) -> int:
-        """Return the number of ranks for which a recipe (way to run a step) with sequence sharding
-        is counted: 2 under context parallelism. Under Ulysses it is the smallest number from 2 that
-        can share all heads, or 1 if no number can."""
+        """Return the number of ranks that a counted step with sequence sharding assumes to share a
+        sequence. This is 2 under context parallelism. Under Ulysses it is the smallest number from
+        2 that divides the heads evenly, or 1 if no number does."""
         if recipe.split != ULYSSES:
             return 2
         heads = self.heads(recipe)

@@ -469,7 +469,7 @@ def _make_batch(model: nn.Module, seq_len: int, seed: int, left_padding: int = 0
 def _set_gradients_aside(model: nn.Module) -> Iterator[None]:
     """Context manager in which the model is in eval mode and every `.grad` is None.
 
-    The end unpatches the model, and restores training flags and gradients.
+    Afterwards the model is unpatched, and training flags and gradients are restored.
     """
     training = [(module, module.training) for module in model.modules()]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
@@ -713,7 +713,7 @@ def _measure(forward: Callable[..., Any], model: nn.Module, batch: Batch) -> tup
 
 def _window(model: nn.Module) -> int | None:
     """Return the largest number of keys that a query reads in layers with sliding-window or chunked
-    attention; None if every layer reads all keys. A note of the verdict says if the test's row is
+    attention; None if every layer reads all keys. A note of the verdict says if the tested row is
     shorter."""
     config = _text_config(model)
     kinds = getattr(config, "layer_types", None)
