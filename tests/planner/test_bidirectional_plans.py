@@ -291,3 +291,20 @@ def test_positions_of_a_tower_are_not_the_texts():
     assert any(name.endswith("position_ids") for name, _ in model.named_buffers())
     ids = torch.zeros(1, 4096, dtype=torch.long)
     assert model_class.inputs_of(model, ids).keys() == {"input_ids"}
+
+
+def planned_seconds(name, length):
+    planned = plan(CONFIGS[name], length, gpu_memory="40GiB", methods=("streambp",))
+    assert planned.choice is not None
+    assert planned.choice.peak.total < 40 * 2**30
+    return planned.choice.seconds.total
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["bert", "modernbert"])
+def test_a_plan_has_seconds(name):
+    """Twice the length takes more than twice as long, and less than four times, since all pairs of
+    tokens count in attention and in nothing else."""
+    shorter, longer = (planned_seconds(name, length) for length in (2**15, 2**16))
+    print(f"{name}: {shorter:.4f} s at 32k, {longer:.4f} s at 64k")
+    assert 2 * shorter < longer < 4.1 * shorter
