@@ -89,8 +89,8 @@ def _option_text(option: str, match: re.Match[str]) -> str:
 
 
 def _unquoted(match: re.Match[str]) -> str:
-    """Return the first group of a match without single quotes: the list of values in an error
-    message, as it is written on the command line."""
+    """Return the first group of a match with its single quotes removed. `name_options` applies this
+    function to the list of allowed values in an error message."""
     return match[1].replace("'", "")
 
 

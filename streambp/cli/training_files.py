@@ -135,7 +135,7 @@ def first_number(keys: Mapping[str, Any], names: Sequence[str], file: Path) -> i
         file: the file, for the error message.
 
     Raises:
-        ConfigError: the value is no whole number from 1.
+        ConfigError: the value is not a positive whole number.
     """
     for name in names:
         value = keys.get(name)

@@ -40,9 +40,10 @@ def keep_groups(trainer: Any) -> None:
 
 
 def prepare_groups(trainer: Any, generation_batch: Any) -> Any:
-    """Return the inputs of one micro-batch, in place of a TRL trainer's `_prepare_inputs`, which is
-    called. If the model is patched with rows="packed" and the trainer has generated new rows, these
-    are put into another order, in which the completions of a prompt are adjacent.
+    """Call a TRL trainer's own `_prepare_inputs`, in whose place this function is called, and
+    return the inputs of one micro-batch. If the model is patched with rows="packed" and the trainer
+    has generated new rows, the rows are first reordered: the completions of a prompt are then
+    adjacent.
 
     Args:
         trainer: the trainer.

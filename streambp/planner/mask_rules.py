@@ -30,8 +30,8 @@ def masks_from_positions() -> contextlib.AbstractContextManager[None]:
     positions of queries and keys. Only the keys that the function lets a query read are then
     counted.
 
-    All keys count as read if the mask depends on the values of tensors, which do not exist. Batches
-    with a padding mask are computed as outside of the context manager.
+    All keys count as read if the mask depends on the values of tensors, which do not exist. Nothing
+    changes for batches with a padding mask.
     """
     return replace_attribute([masks], "rectangular_spans", [_position_rectangles])
 

@@ -192,7 +192,7 @@ def refuse_other_biases(model: nn.Module) -> None:
 def counted_stack(model: nn.Module) -> Stack:
     """Return the stack of a model (a module with its list of layers) whose layers are counted
     separately when the memory of a step is counted. Each forward and each backward of such a layer
-    is a phase.
+    is then a phase of the step, with its own memory.
 
     The stack is the decoder if both stacks of an encoder-decoder run chunk by chunk (T5). Otherwise
     the stack has the most layers. Layers of other stacks are counted as parts of the embedding or

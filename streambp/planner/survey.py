@@ -388,23 +388,21 @@ class Counter:
         return self._fused
 
     def more_points(self, recipe: SurveyRecipe, size: int, counts: Works) -> Works:
-        """Return the FLOPs and bytes of steps at two more points. A point is (T, C), the tokens of
-        a row and of a chunk. The result is a dict from the point to a dict from the kind of phase
-        ("forward" of all layers, for example) to `Work`. Costs at any length are fitted through
-        these and other points.
+        """Run a step at two more points (T, C), tokens of a row and of a chunk, on tensors without
+        data. Return its FLOPs and bytes, as a dict from the point to a dict from the part of the
+        step ("forward" of all layers, for example) to `Work`. Costs at any length are fitted
+        through these and other points.
 
-        The first point has two chunks of `size` tokens, and the second three chunks of 2 `size`
-        tokens. The second point has four chunks with sharded sequences, because a rank's part of a
-        sequence has two parts of complete chunks.
+        The first point has two chunks of `size` tokens. The second has three chunks of 2 `size`
+        tokens, or four with sharded sequences.
 
-        Recipes with the same saved tensors differ only by their copies to the host. The first of
-        these recipes is therefore run at the two points, and the results serve all of them. The
-        result for a later recipe includes the difference between the two recipes, computed at a
-        point in the `counts` of both. Bytes of the difference are scaled with T, and dispatches
-        (operations that torch starts) with the number of chunks.
+        Recipes that save the same tensors differ only by their copies to the host, and share one
+        run at the two points. The result for a later recipe adds the difference from the first
+        recipe, which is known at a point in the `counts` of both. Bytes of the difference are
+        scaled with T, and dispatches (operations that torch starts) with the number of chunks.
 
         Args:
-            recipe: the way to run the step, such as streamed with some saved tensors.
+            recipe: the way to run the step, such as under streambp with some saved tensors.
             size: tokens of a chunk at the first of the two points.
             counts: the recipe's own costs at other points, in the form of the result.
         """
@@ -453,7 +451,7 @@ class Counter:
     def ranks(self, recipe: SurveyRecipe) -> int:
         """Return the number of ranks that a counted step with sequence sharding assumes to share a
         sequence. This is 2 under context parallelism. Under Ulysses it is the smallest number from
-        2 that divides the heads evenly, or 1 if no number does."""
+        2 among which all heads can be shared evenly, or 1 if there is none."""
         if recipe.split != ULYSSES:
             return 2
         heads = self.heads(recipe)
