@@ -260,7 +260,7 @@ def _check_batch(arguments: Any) -> None:
 
 
 def _lengths(option: str, file: Path) -> list[int]:
-    """Return the numbers in a file, which are the numbers of tokens in the rows of a data set.
+    """Return the row lengths of a data set, in tokens, which are stored in a text file.
 
     Args:
         option: the command-line option, for messages.

@@ -58,7 +58,8 @@ th:first-child, td:first-child { text-align: left; }
 
 
 def profile_page(rows: Sequence[PhaseComparison], name: str, seq_len: int, chunk_size: int) -> str:
-    """Return an HTML page with the predicted and the measured memory of each phase of a step.
+    """Return an HTML page with the predicted and the measured memory of each phase of a training
+    step (the forward or backward of a layer, for example).
 
     Args:
         rows: the phases of a step in order, with predicted and measured bytes.

@@ -112,8 +112,9 @@ def _device(device_name: str) -> str:
 
 
 def run_verify(arguments: Any) -> int:
-    """Print the distances of the streamed model's and the unpatched model's gradients from a
-    reference, the unpatched model in a wider dtype. Return the exit code: 0 for exact, otherwise 1.
+    """Print how far a model's gradients, with and without streambp, are from those of a reference,
+    the unpatched model in a wider dtype. Return the exit code: 0 if streambp's are exact, otherwise
+    1.
 
     Args:
         arguments: the parsed options of `streambp verify`.

@@ -57,7 +57,7 @@ def run(arguments: Any) -> int:
             run with its arguments.
 
     Raises:
-        ConfigError: the flags do not make a `StreamConfig`, or there is no command.
+        ConfigError: a flag has no valid value for `StreamConfig`, or there is no program to run.
         StreamBPError: the .pth file cannot be written or removed.
     """
     settings = settings_from_flags(arguments)

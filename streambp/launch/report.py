@@ -105,8 +105,8 @@ def collect(folder: Path) -> tuple[list[ProcessRecord], list[str]]:
 
 
 def _place(rank: str | None) -> tuple[bool, int, str]:
-    """Return a sort key for the environment variable RANK: no rank first, then numbers, then other
-    names ("worker-0")."""
+    """Return a key to sort processes by their environment variable RANK: processes without a rank
+    first, then numbers, then other names ("worker-0")."""
     text = rank or ""
     if text.isdecimal() and len(text) < MAX_RANK_DIGITS:
         number = int(text)

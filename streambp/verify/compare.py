@@ -284,7 +284,7 @@ class GradientErrors(NamedTuple):
 
     Attributes:
         rated: the errors of each parameter, the run's largest relative error first.
-        full_gradient: the errors of the full gradient, all parameters together.
+        full_gradient: the errors of the gradient of all parameters together.
         problems: texts about evidence against exactness; empty if exact.
     """
 
@@ -402,7 +402,7 @@ def check_memory(
         model: the model; tensors on `meta` are counted with the memory that they will take.
         narrow: the least precise dtype of the parameters.
         wide: dtype of the truth.
-        other_methods: number of other methods (ways to train) that are compared with streaming.
+        other_methods: number of other methods (ways to train) that are compared with streambp.
 
     Raises:
         StreamBPError: the host has too little memory.

@@ -44,8 +44,8 @@ class CutModel:
     min_layers: int
 
     def note(self) -> str:
-        """Return text for the verdict's notes: how many layers were tested, and if these are of all
-        kinds."""
+        """Return a note for the verdict of `verify`: how many of the full model's layers were
+        tested, and if every kind of layer is among them."""
         text = f"random weights; the first {self.layers} of {self.depth} layers"
         if self.layers < self.min_layers:
             return (
