@@ -48,25 +48,37 @@ LOSS_READERS = (
     "streambp.verify.",
 )
 MODULE_METHODS = ("forward", "__call__")  # methods that hand on what the model returns
-MAX_FRAMES = 24  # maximal number of frames between a model's forward and its caller
+MAX_FRAMES = 48  # maximal number of frames between a model's forward and its caller
 
 
-def computes_its_own_loss() -> bool:
+def reads_logits(by_name: bool = False) -> bool:
     """True if the running call of the model comes from code that computes its loss from the logits:
     peft's CPT, or a `compute_loss` method that a user's Trainer subclass overrides. Such a caller
-    gets logits even if labels are passed.
+    gets logits even if labels are passed. The function inspects the running Python frames.
 
-    The function inspects the running Python frames.
+    Args:
+        by_name: True: code that names `logits` counts as well, as in `model(**batch).logits`. The
+            code is that of the innermost running function outside of torch, transformers and
+            similar libraries, and if that is a module's `forward`, of the next such function. A
+            library's trainer reads the loss alone, whatever the program around it names.
     """
+    is_searching = by_name
     frame: FrameType | None = sys._getframe()
     for _ in range(MAX_FRAMES):
         if frame is None:
             return False
-        name = frame.f_code.co_name
-        if name == CPT_FORWARD and str(frame.f_globals.get("__name__")).startswith("peft."):
+        code = frame.f_code
+        home = f"{frame.f_globals.get('__name__')}."
+        if code.co_name == CPT_FORWARD and home.startswith("peft."):
             return True
-        if name == TRAINERS_LOSS[0] and _overrides(frame):
+        if code.co_name == TRAINERS_LOSS[0] and _overrides(frame):
             return True
+        if is_searching and home.startswith(LOSS_READERS):
+            is_searching = False
+        if is_searching and home.partition(".")[0] not in LIBRARIES_TESTING_NONE:
+            if LOGITS_KEY in (*code.co_names, *code.co_varnames, *code.co_consts):
+                return True
+            is_searching = code.co_name in MODULE_METHODS
         frame = frame.f_back
     return False
 
@@ -82,28 +94,6 @@ def _overrides(frame: FrameType) -> bool:
             and cls.__module__.partition(".")[0] == TRAINER_LIBRARIES[0]
         ):
             return True
-    return False
-
-
-def caller_names_logits() -> bool:
-    """True if the code that calls the model names `logits`, for example as in
-    `model(**batch).logits`. Such a caller gets lazy logits even if labels are passed.
-
-    The caller is the innermost running function outside of torch, transformers and similar
-    libraries. If it is a module's `forward`, the next such function counts as well. A library's
-    trainer is a caller that reads the loss alone, whatever the program around it names.
-    """
-    for frame in _stack_frames():
-        home = f"{frame.f_globals.get('__name__')}."
-        if home.startswith(LOSS_READERS):
-            return False
-        if home.partition(".")[0] in LIBRARIES_TESTING_NONE:
-            continue
-        code = frame.f_code
-        if LOGITS_KEY in (*code.co_names, *code.co_varnames, *code.co_consts):
-            return True
-        if code.co_name not in MODULE_METHODS:
-            return False
     return False
 
 

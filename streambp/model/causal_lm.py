@@ -34,8 +34,7 @@ from streambp.lazy.dispatch import lazy_logits
 from streambp.lazy.lazy_hidden import LazyHidden
 from streambp.model.callers import (
     LOGITS_KEY,
-    caller_names_logits,
-    computes_its_own_loss,
+    reads_logits,
     wants_predictions,
     without_logits,
 )
@@ -371,9 +370,7 @@ class CausalLMForward(InstanceForward):
         config = self.state.config
         if not config.head:
             return False
-        caller_needs_logits = kwargs.get("labels") is not None and (
-            computes_its_own_loss() or caller_names_logits()
-        )
+        caller_needs_logits = kwargs.get("labels") is not None and reads_logits(by_name=True)
         if not (caller_needs_logits or config.lazy_logits):
             return False
         if self.third_party_forward is not None or has_cache(kwargs):
@@ -514,7 +511,7 @@ class CausalLMForward(InstanceForward):
         logits_wanted = self.state.config.eval_logits and evaluates
         if evaluates and not logits_wanted and not torch.is_grad_enabled() and wants_predictions():
             logits_wanted = self.predicted = True
-        logits_wanted |= evaluates and computes_its_own_loss()
+        logits_wanted |= evaluates and reads_logits()
 
         def real(value: Any) -> Any:
             if not isinstance(value, LazyHidden) or (

@@ -15,7 +15,7 @@ from streambp.admission.third_party import third_party_reads_rows
 from streambp.device import has_data
 from streambp.distributed.engines import ranks_must_agree
 from streambp.known_names import DECODER_MASK, HIDDEN_STATES, ROUTER_LOGITS
-from streambp.model.callers import computes_its_own_loss, wants_predictions
+from streambp.model.callers import reads_logits, wants_predictions
 from streambp.model.state import PatchState
 
 
@@ -49,7 +49,7 @@ def hides_padding(
         return False
     if model.training:
         return True
-    return not (state.config.eval_logits or wants_predictions() or computes_its_own_loss())
+    return not (state.config.eval_logits or wants_predictions() or reads_logits())
 
 
 def warn_of_labels_after_padding(

@@ -245,7 +245,7 @@ def test_the_mutant_that_passes_trainers_by(tmp_path, monkeypatch):
 
 
 def test_the_mutant_that_reads_no_code(monkeypatch, float64_oracle):
-    monkeypatch.setattr(causal_lm, "caller_names_logits", lambda: False)
+    monkeypatch.setattr(callers, "LOSS_READERS", ("",))
     with pytest.raises(TypeError, match="NoneType"), pytest.warns(UserWarning, match=SETTING_TEXT):
         test_a_loops_own_loss(by_get, True, float64_oracle)
 
@@ -257,7 +257,7 @@ def test_the_mutant_that_reads_the_next_caller_alone(monkeypatch, float64_oracle
 
 
 def test_the_mutant_that_asks_nobody(tmp_path, monkeypatch, float64_oracle):
-    monkeypatch.setattr(causal_lm, "computes_its_own_loss", lambda: False)
+    monkeypatch.setattr(causal_lm, "reads_logits", lambda by_name=False: False)
     with pytest.raises(TypeError, match="NoneType"):
         test_a_trainers_own_loss(OwnLoss, False, tmp_path, float64_oracle)
 

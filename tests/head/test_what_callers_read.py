@@ -145,7 +145,7 @@ def test_other_calls_with_labels_have_no_logits():
 
 
 def test_the_mutant_that_asks_nobody(monkeypatch):
-    monkeypatch.setattr(causal_lm, "computes_its_own_loss", lambda: False)
+    monkeypatch.setattr(causal_lm, "reads_logits", lambda by_name=False: False)
     with pytest.raises(AttributeError, match="'NoneType' object has no attribute 'device'"):
         cpt(build("llama"), "after").float()(**make_batch("plain"))
 
