@@ -87,11 +87,12 @@ EAGER_FORWARD = "eager_attention_forward"  # a modeling file's function for eage
 IMPLEMENTATION = "_attn_implementation_internal"
 # class of experts in MXFP4, whose kernels have no backward
 MXFP4_EXPERTS = "Mxfp4GptOssExperts"
-# module and class of the step that decodes MXFP4 weights as they are loaded, and the module of the
-# class that asks for this step
+# class that decodes MXFP4 weights in from_pretrained, and modules of this class and its quantizer
 MXFP4_INTEGRATION = "transformers.integrations.mxfp4"
 MXFP4_DECODING = "Mxfp4Dequantize"
 MXFP4_QUANTIZER = "transformers.quantizers.quantizer_mxfp4"
+# ends of the names of a checkpoint's tensors: the bytes and the scales of a weight
+MXFP4_PARTS = ("_blocks", "_scales")
 # config attribute: the implementation of expert products
 EXPERTS_IMPLEMENTATION = "_experts_implementation_internal"
 # table of functions by name of implementation, which transformers and programs register

@@ -22,6 +22,7 @@ KIND_TEXTS = {
     "whole": "a tensor of whole numbers",
     "any": "a tensor",
 }
+FLATTEN_METHOD = "__tensor_flatten__"  # method that returns the names of inner tensors
 ANY_DIMS = "..."
 
 
@@ -246,3 +247,19 @@ def change_arguments(
         }
     result: tuple[tuple[Any, ...], dict[str, Any]] = tree_map_only(kind, change, (args, kwargs))
     return result
+
+
+def inner_bytes(tensor: Tensor) -> int | None:
+    """Return the bytes of the inner tensors of a tensor subclass [...], such as torchao's quantised
+    weight; None for a plain tensor."""
+    flatten = getattr(tensor, FLATTEN_METHOD, None)
+    if flatten is None:
+        return None
+    total = 0
+    for name in flatten()[0]:
+        inner = getattr(tensor, name)
+        nested = inner_bytes(inner)
+        if nested is None:
+            nested = inner.nbytes
+        total += nested
+    return total

@@ -32,8 +32,8 @@ from torch.nn.utils.parametrize import ParametrizationList
 from streambp.errors import UnsupportedModelError
 from streambp.known_names import MXFP4_EXPERTS, PACKED_PARAMETERS, QUANT_STATE
 from streambp.layer.float8_linears import CastOnce, float8_linears
-from streambp.layer.mxfp4 import Mxfp4Weight
 from streambp.offload.decoded_weights import FORWARD, CountedPackedWeight
+from streambp.offload.mxfp4 import Mxfp4Weight
 from streambp.tensors import restoring_iterator
 
 
@@ -85,6 +85,16 @@ def packed_kinds() -> tuple[Any, ...]:
     kind = getattr(library, "Bnb4bitParametrization", None)
     own_kinds = (Mxfp4Weight, CountedPackedWeight)
     return own_kinds if kind is None else (*own_kinds, kind)
+
+
+def mxfp4_parameters(model: nn.Module) -> list[Tensor]:
+    """Return the bytes [E, out, blocks, 16] and the scales [E, out, blocks] of a model's weights in
+    MXFP4, which are integers."""
+    parameters: list[Tensor] = []
+    for module in model.modules():
+        if isinstance(module, ParametrizationList) and isinstance(module[0], Mxfp4Weight):
+            parameters += module.parameters()
+    return parameters
 
 
 @dataclasses.dataclass(eq=False)

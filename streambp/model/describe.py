@@ -501,8 +501,9 @@ def _weights_text(weights: HostWeights) -> str:
 
 
 def _fused_layer_lines(state: PatchState) -> list[str]:
-    """Return lines about modules inside layers whose forward is another library's (Liger's, for
-    example) or compiled code. A line names the modules and the number of layers with such modules.
+    """Return a line about weights in few bits, and lines about modules inside layers whose forward
+    is another library's (Liger's, for example) or compiled code. A line names the modules and the
+    number of layers with such modules.
     Forwards that the program itself has set are included.
 
     More lines follow on compiled graphs, and on modules for which the setting `kernels` changes
@@ -516,7 +517,8 @@ def _fused_layer_lines(state: PatchState) -> list[str]:
     sources = {LIGER: LIGER_TEXT, REGION_ATTRIBUTE: REGIONS_TEXT}
     fused = state.fused
     choice = state.config.kernels
-    notes = [
+    notes = few_bits_notes(w.module for w in state.wrappers if isinstance(w, LayerForward))
+    notes += [
         f"{sources.get(home, f'forwards of {home}')} compute {', '.join(names)} of {number} layers"
         for (home, names), number in layers.items()
     ]
@@ -556,7 +558,6 @@ def _notes(model: nn.Module, state: PatchState) -> tuple[str, ...]:
             f"sequences are split over {split.size} ranks ({split.by}), each streams its shard"
         )
     notes += [] if state.weights is None else [_weights_text(state.weights)]
-    notes += few_bits_notes(w.module for w in state.wrappers if isinstance(w, LayerForward))
     notes += _fused_layer_lines(state)
     notes += adapter_notes(
         wrapper.layer_state for wrapper in state.wrappers if isinstance(wrapper, LayerForward)

@@ -14,10 +14,10 @@ from streambp.distributed.engines import is_partitioned
 from streambp.foreign import package_of
 from streambp.known_names import BITSANDBYTES, FLOAT8_LINEAR, QUANT_STATE, TORCHAO
 from streambp.layer.float8_linears import is_float8
-from streambp.layer.mxfp4 import Mxfp4Weight
 from streambp.layer.packed_experts import packed_kinds
 from streambp.offload.decoded_weights import has_packed_weight
-from streambp.planner.packed_weights import FLATTEN_METHOD, inner_bytes
+from streambp.offload.mxfp4 import Mxfp4Weight
+from streambp.tensors import FLATTEN_METHOD, inner_bytes
 
 BITS_PER_BYTE = 8
 MXFP4_TEXT = "4 bits (MXFP4)"
@@ -25,9 +25,8 @@ EIGHT_BIT_PARAMETER = "Int8Params"  # class of bitsandbytes' weights in 8 bits
 
 
 def few_bits_notes(layers: Iterable[nn.Module]) -> list[str]:
-    """Return a line for `describe` on weights of layers that are stored in few bits: how many
-    Linears and how many layers' experts have them, in how many bits, and whose format it is. Empty
-    without such weights.
+    """Return a line for `describe` on weights that are stored in few bits: numbers of Linears and
+    of layers with such experts, the bits, and the name of the format. Empty without such weights.
 
     Args:
         layers: the decoder layers.
@@ -46,7 +45,9 @@ def few_bits_notes(layers: Iterable[nn.Module]) -> list[str]:
     parts = [f"{number} Linears {text}" for text, number in sorted(linears.items())]
     for text, number in sorted(experts.items()):
         parts.append(f"experts of {number} layers in {text}, decoded once a pass")
-    return ["weights: " + ", ".join(parts)] if parts else []
+    if not parts:
+        return []
+    return ["weights: " + ", ".join(parts)]
 
 
 def _format_of_experts(decoding: Any) -> str:
@@ -63,7 +64,9 @@ def _four_bits(state: Any) -> str:
         state: bitsandbytes' quantization state of the weight; None if it is unknown.
     """
     kind = getattr(state, "quant_type", None)
-    return f"4 bits ({BITSANDBYTES} {kind})" if kind else "4 bits"
+    if kind is None:
+        return "4 bits"
+    return f"4 bits ({BITSANDBYTES} {kind})"
 
 
 def _format_of_linear(linear: nn.Linear) -> str:

@@ -1,9 +1,9 @@
 """Load a checkpoint whose experts are in MXFP4 (gpt-oss), and keep them in MXFP4.
 
-transformers trains no weights in MXFP4: it decodes them as they are loaded. Inside `keep_mxfp4` the
+transformers trains no weights in MXFP4, and decodes them in `from_pretrained`. Inside `keep_mxfp4` the
 step that decodes keeps the bytes instead. The experts get a stand-in for their weight, a tensor of
 the right shape that takes no memory, so peft can add adapters to the weight. The end of the context
-replaces the stand-in by the bytes (`layer/mxfp4.py`).
+replaces the stand-in by the bytes (`offload/mxfp4.py`).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from streambp.errors import StreamBPError
-from streambp.known_names import MXFP4_DECODING, MXFP4_INTEGRATION, MXFP4_QUANTIZER
-from streambp.layer.mxfp4 import keep_in_mxfp4
+from streambp.known_names import MXFP4_DECODING, MXFP4_INTEGRATION, MXFP4_PARTS, MXFP4_QUANTIZER
+from streambp.offload.mxfp4 import keep_in_mxfp4
 from streambp.tensors import replace_attribute
 
 
@@ -32,7 +32,7 @@ class LoadedWeight:
         name: name of the weight in `module`.
         blocks: the weight's bytes, [E, out, blocks, 16] uint8.
         scales: exponents of the blocks' powers of two, [E, out, blocks] uint8.
-        stand_in: the parameter that was loaded instead: [E, in, out], all of it one NaN.
+        stand_in: the parameter [E, in, out] in place of the weight; its elements are NaN.
     """
 
     module: nn.Module
@@ -60,8 +60,8 @@ def keep_mxfp4() -> Iterator[None]:
     """Context manager in which `from_pretrained` keeps frozen experts in MXFP4, 4.25 bits each.
 
     Load the model of a gpt-oss checkpoint inside, and let peft add its adapters inside if they
-    adapt experts. The model can run after the context. It computes the numbers of a model that was
-    loaded with `Mxfp4Config(dequantize=True)`, with a third of its memory.
+    adapt experts. The model can run after the context. A model that is loaded with
+    `Mxfp4Config(dequantize=True)` computes the same numbers, and takes three times the memory.
 
     Raises:
         StreamBPError: no weights in MXFP4 were loaded inside.
@@ -109,12 +109,10 @@ def _loaded_weight(tensors: dict[str, Any], model: Any, path: str) -> LoadedWeig
     """
     module_name, _, name = path.rpartition(".")
     module = model.get_submodule(module_name)
-    parts = []
-    for suffix in ("_blocks", "_scales"):
-        value = tensors[name + suffix]
-        parts.append(value[0] if isinstance(value, list) else value)
-    blocks, scales = parts
+    parts = [tensors[name + suffix] for suffix in MXFP4_PARTS]
+    if isinstance(parts[0], list):
+        parts = [single for [single] in parts]
     expected = getattr(module, name)
-    nothing = torch.full((), torch.nan, dtype=expected.dtype, device=blocks.device)
-    stand_in = nn.Parameter(nothing.expand(expected.shape), requires_grad=False)
-    return LoadedWeight(module, name, blocks, scales, stand_in)
+    not_a_number = torch.full((), torch.nan, dtype=expected.dtype, device=parts[0].device)
+    stand_in = nn.Parameter(not_a_number.expand(expected.shape), requires_grad=False)
+    return LoadedWeight(module, name, parts[0], parts[1], stand_in)

@@ -18,8 +18,8 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.parametrize import ParametrizationList
 
 from streambp.known_names import QUANT_STATE
-from streambp.layer.mxfp4 import begin_cache, end_cache
 from streambp.offload.decoded_weights import CountedPackedWeight
+from streambp.offload.mxfp4 import begin_cache, end_cache
 
 PARAMETER_COUNT_ATTRIBUTE = (
     "stands_for"  # attribute of a parameter: number of model parameters that it stores
@@ -27,7 +27,6 @@ PARAMETER_COUNT_ATTRIBUTE = (
 STORED_BYTES_ATTRIBUTE = (
     "stored"  # attribute of a parameter: bytes that the original stores, statistics included
 )
-FLATTEN_METHOD = "__tensor_flatten__"
 FOUR_BIT_BYTES = 0.5 + 4 / 64  # bytes for each parameter, with a float32 for each block of 64
 
 
@@ -41,20 +40,6 @@ def bytes_of(parameter: Tensor) -> int:
     """Return the bytes that a parameter takes in the real model, quantization statistics included.
     The argument is the parameter's copy [...] on meta or fake tensors (in a `Skeleton`)."""
     return int(getattr(parameter, STORED_BYTES_ATTRIBUTE, parameter.nbytes))
-
-
-def inner_bytes(tensor: Tensor) -> int | None:
-    """Return the bytes of the inner tensors of a tensor subclass [...], such as torchao's quantised
-    weight; None for a plain tensor."""
-    flatten = getattr(tensor, FLATTEN_METHOD, None)
-    if flatten is None:
-        return None
-    total = 0
-    for name in flatten()[0]:
-        inner = getattr(tensor, name)
-        nested = inner_bytes(inner)
-        total += inner.nbytes if nested is None else nested
-    return total
 
 
 def statistics_of(weights: ParametrizationList) -> list[Tensor]:

@@ -44,11 +44,11 @@ from streambp.known_names import (
     HOOK_TABLE_SUFFIX,
     MODULE_HOOKS,
 )
-from streambp.layer.mxfp4 import Mxfp4Weight
 from streambp.model.head_deferral import restore_heads
 from streambp.model.packed_adapters import activate_packed
 from streambp.model.patching import unpatch
 from streambp.offload.decoded_weights import CountedPackedLinear
+from streambp.offload.mxfp4 import Mxfp4Weight
 from streambp.offload.ranges import bytes_on_host
 from streambp.planner.adapters import add_adapters
 from streambp.planner.configuration import build, read_config
@@ -73,13 +73,12 @@ from streambp.planner.packed_weights import (
     PARAMETER_COUNT_ATTRIBUTE,
     STORED_BYTES_ATTRIBUTE,
     decoded_size,
-    inner_bytes,
     pack_experts,
     parameters_of,
     statistics_of,
 )
 from streambp.planner.step import fused_sdpa
-from streambp.tensors import replace_attribute
+from streambp.tensors import inner_bytes, replace_attribute
 
 Device = Literal["cuda", "cpu"]
 INNER_LAYERS = 2

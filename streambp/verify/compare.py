@@ -54,6 +54,7 @@ from streambp.verify.truth import (
     float64_experts,
     least_precise_dtype,
     lift_casts,
+    wide_dtype,
 )
 from streambp.verify.verdict import (
     NOTABLE_RATIO,
@@ -410,8 +411,7 @@ def check_memory(
     sets = 2 + other_methods
     required_bytes = 0
     for parameter in model.parameters():
-        size = wide.itemsize if parameter.is_floating_point() else parameter.itemsize
-        required_bytes += parameter.numel() * size
+        required_bytes += parameter.numel() * wide_dtype(parameter, wide).itemsize
         if parameter.requires_grad:
             required_bytes += sets * parameter.numel() * narrow.itemsize
         if parameter.is_meta:

@@ -12,15 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import ParametrizationList
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig
 
 from streambp.errors import UnsupportedModelError
 from streambp.known_names import EAGER, EXPERTS_IMPLEMENTATION
-from streambp.layer.mxfp4 import Mxfp4Weight
-from streambp.planner.packed_weights import inner_bytes
-from streambp.tensors import replace_attribute
+from streambp.layer.packed_experts import mxfp4_parameters
+from streambp.tensors import inner_bytes, replace_attribute
 
 
 def least_precise_dtype(model: nn.Module) -> torch.dtype:
@@ -30,10 +28,7 @@ def least_precise_dtype(model: nn.Module) -> torch.dtype:
     Raises:
         UnsupportedModelError: the truth cannot be computed for a parameter of such a dtype.
     """
-    packed_ids = set()
-    for module in model.modules():
-        if isinstance(module, ParametrizationList) and isinstance(module[0], Mxfp4Weight):
-            packed_ids |= set(map(id, module.parameters()))
+    packed_ids = set(map(id, mxfp4_parameters(model)))
     dtypes = []
     for name, parameter in model.named_parameters():
         if id(parameter) in packed_ids:
@@ -58,21 +53,22 @@ def copy_to_host(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
-        wide = parameter.dtype
-        if parameter.is_floating_point():
-            wide = torch.promote_types(wide, dtype)
         value = parameter.detach()
         if inner_bytes(value) is not None:
             value = value.dequantize()
-        host = value.to("cpu", wide, copy=True)
+        host = value.to("cpu", wide_dtype(parameter, dtype), copy=True)
         memo[id(parameter)] = nn.Parameter(host, requires_grad=parameter.requires_grad)
     for buffer in model.buffers():
-        if buffer.is_floating_point():
-            wide = torch.promote_types(buffer.dtype, dtype)
-        else:
-            wide = buffer.dtype
-        memo[id(buffer)] = buffer.detach().to("cpu", wide, copy=True)
+        memo[id(buffer)] = buffer.detach().to("cpu", wide_dtype(buffer, dtype), copy=True)
     return copy.deepcopy(model, memo)
+
+
+def wide_dtype(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of a tensor's copy in the truth, whose dtype is `dtype`: the wider of both
+    dtypes. Integers keep their dtype."""
+    if tensor.is_floating_point():
+        return torch.promote_types(tensor.dtype, dtype)
+    return tensor.dtype
 
 
 @contextlib.contextmanager

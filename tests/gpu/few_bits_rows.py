@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import streambp
 from paper_repro.figures import wrong_paths
 from paper_repro.rows import Deadline, Result, each, first_line
-from streambp.layer.mxfp4 import BLOCK_SIZE, keep_in_mxfp4
+from streambp.offload.mxfp4 import BLOCK_SIZE, keep_in_mxfp4
 from streambp.verify.truth import copy_to_host
 from tests import zoo
 from tests.families import make_batch
@@ -119,13 +119,13 @@ def quantise(model: Any, name: str, device: str) -> None:
             )
     try:
         quantization = importlib.import_module(QUANTIZATION)
-        made = getattr(importlib.import_module(home), config)(**settings)
+        configuration = getattr(importlib.import_module(home), config)(**settings)
     except ImportError as error:
         raise SkippedRowError(f"torchao: {first_line(error)}") from error
     except AttributeError as error:
         raise SkippedRowError(f"this torchao has no {config}") from error
     try:
-        quantization.quantize_(model.model.layers, made)
+        quantization.quantize_(model.model.layers, configuration)
     except (ImportError, NotImplementedError, AssertionError, RuntimeError) as error:
         raise SkippedRowError(f"torchao: {first_line(error)}") from error
 

@@ -1,6 +1,6 @@
 """The rows of bases in few bits run without a GPU, or say what they lack.
 
-covers: layer/mxfp4.py, model/few_bits.py
+covers: offload/mxfp4.py, model/few_bits.py
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import argparse
 
 import pytest
 
-from streambp.layer import mxfp4
+from streambp.offload import mxfp4
 from tests.gpu import few_bits_rows
 
 pytest.importorskip("peft", reason="adapters need peft")

@@ -4,7 +4,7 @@ transformers decodes as it loads them.
 The checkpoint has random bytes and scales. The reference is the unpatched model of transformers'
 `Mxfp4Config(dequantize=True)`, with peft's adapters.
 
-covers: layer/mxfp4.py, model/mxfp4_loading.py, layer/packed_experts.py
+covers: offload/mxfp4.py, model/mxfp4_loading.py, layer/packed_experts.py
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from transformers import AutoModelForCausalLM
 
 import streambp
 from streambp.errors import StreamBPError, UnsupportedModelError
-from streambp.layer import mxfp4, packed_experts
-from streambp.layer.mxfp4 import Mxfp4Weight
+from streambp.layer import packed_experts
 from streambp.model import mxfp4_loading
+from streambp.offload import mxfp4
+from streambp.offload.mxfp4 import Mxfp4Weight
 from streambp.offload.ranges import tensors_inside
 from tests import zoo
 from tests.layer.test_expert_adapters import ADDED_ONCE_TEXT, SETTINGS, batch_of, streamed
@@ -98,7 +99,7 @@ def loaded(folder, dtype, adapters):
     return model.to(dtype).train()
 
 
-def kept(folder, dtype, adapters):
+def keep_packed(folder, dtype, adapters):
     with streambp.keep_mxfp4():
         return loaded(folder, dtype, adapters)
 
@@ -108,7 +109,7 @@ def check(folder, dtype, adapters, settings):
     expected = gradients(loaded(folder, dtype, adapters), **batch_of())
     assert any("experts" in name for name in expected[1]) == (adapters != "attention")
     has_factors = adapters in ("experts", "both")
-    model = kept(folder, dtype, adapters)
+    model = keep_packed(folder, dtype, adapters)
     if not has_factors:
         unpatched = gradients(model, **batch_of())
         assert torch.equal(unpatched[0], expected[0])
@@ -151,7 +152,7 @@ def test_cover(dtype, adapters, settings, checkpoint, request):
 def test_bfloat16_is_that_of_decoded_weights(adapters, checkpoint):
     """To the bit, in the same chunks."""
     decoded = gradients(streamed(loaded(checkpoint, torch.bfloat16, adapters)), **batch_of())
-    computed = gradients(streamed(kept(checkpoint, torch.bfloat16, adapters)), **batch_of())
+    computed = gradients(streamed(keep_packed(checkpoint, torch.bfloat16, adapters)), **batch_of())
     assert torch.equal(computed[0], decoded[0])
     assert all(torch.equal(computed[1][name], value) for name, value in decoded[1].items())
 
@@ -179,7 +180,7 @@ def test_every_byte_with_every_scale(dtype, monkeypatch):
 def test_bytes_of_experts(checkpoint):
     """4.25 bits for each number, all of which move with the layer. A cast changes what is decoded
     and not what is stored."""
-    model = kept(checkpoint, torch.bfloat16, "attention")
+    model = keep_packed(checkpoint, torch.bfloat16, "attention")
     numbers = stored = 0
     for module in model.modules():
         if isinstance(module, parametrize.ParametrizationList):
@@ -226,8 +227,7 @@ def test_transformers_is_as_before(checkpoint):
     context = streambp.keep_mxfp4()
     context.__enter__()
     assert reference.Mxfp4Dequantize.convert is not methods
-    with pytest.raises(ArithmeticError):
-        context.__exit__(ArithmeticError, ArithmeticError(), None)
+    assert not context.__exit__(ArithmeticError, ArithmeticError(), None)  # the error goes on
     assert reference.Mxfp4Dequantize.convert is methods
     model = loaded(checkpoint, torch.bfloat16, "attention")
     assert not any(isinstance(m, Mxfp4Weight) for m in model.modules())

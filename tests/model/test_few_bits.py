@@ -19,7 +19,7 @@ from tests.layer.test_covering_table import (
     layers_of,
     pack_parameter,
 )
-from tests.layer.test_mxfp4 import checkpoint, kept
+from tests.layer.test_mxfp4 import checkpoint, keep_packed
 from tests.layer.test_packed_experts import EXPERTS, pack
 from tests.seeds import seed_torch
 
@@ -100,7 +100,7 @@ def test_torchao(config, settings, text):
 
 
 def test_mxfp4(checkpoint):
-    assert lines_of(kept(checkpoint, torch.float32, "attention")) == [
+    assert lines_of(keep_packed(checkpoint, torch.float32, "attention")) == [
         "weights: experts of 2 layers in 4 bits (MXFP4), decoded once a pass"
     ]
 

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, GptOssConfig
 
 from streambp.errors import StreamBPError
-from streambp.layer import mxfp4
+from streambp.offload import mxfp4
 from streambp.planner import count, packed_weights
 from streambp.planner.skeleton import Skeleton
 from streambp.planner.survey import parameter_groups

@@ -19,7 +19,7 @@ from streambp.verify import truth
 from streambp.verify.compare import verify
 from tests import zoo
 from tests.layer.test_covering_table import ATTENTION, in_nf4, layers_of
-from tests.layer.test_mxfp4 import checkpoint, kept
+from tests.layer.test_mxfp4 import checkpoint, keep_packed
 from tests.seeds import seed_torch
 from tests.tiers import thinned
 
@@ -74,14 +74,14 @@ def test_torchao(family, dtype, name):
 @pytest.mark.parametrize("adapters", ["attention", "both"])
 def test_mxfp4(dtype, adapters, checkpoint):
     """peft's own step is left in place again; it cannot add adapters to packed experts."""
-    model = kept(checkpoint, dtype, adapters)
+    model = keep_packed(checkpoint, dtype, adapters)
     check(model)
     assert not any("_activate_lora" in vars(module) for module in model.modules())
 
 
 def test_the_truth_has_decoded_weights(checkpoint):
     """In float64, from float32: nothing else is rounded."""
-    model = kept(checkpoint, torch.float32, "attention")
+    model = keep_packed(checkpoint, torch.float32, "attention")
     wide = truth.copy_to_host(model, torch.float64)
     name = "model.model.layers.1.mlp.experts"
     ours, theirs = model.get_submodule(name), wide.get_submodule(name)
@@ -111,4 +111,4 @@ def test_mutant_that_decodes_other_numbers(monkeypatch, checkpoint):
     real = packed_experts.DecodedOnce.__call__
     monkeypatch.setattr(packed_experts.DecodedOnce, "__call__", lambda self: real(self) * 1.001)
     with pytest.raises((AssertionError, StreamBPError)):
-        check(kept(checkpoint, torch.float32, "attention"))
+        check(keep_packed(checkpoint, torch.float32, "attention"))

@@ -3,7 +3,7 @@
 A block is 32 numbers in 16 bytes with one power of two. The first number of a byte is in its low
 four bits. Blocks run along the inputs of a weight. The experts of transformers read a weight [E,
 in, out]. A `Mxfp4Weight` is the parametrization that decodes the weight for them, so a streamed
-layer decodes once for each pass (`packed_experts.py`). Every decoded number is exact in bfloat16,
+layer decodes once for each pass (`layer/packed_experts.py`). Every decoded number is exact in bfloat16,
 and equal to the number that transformers decodes.
 """
 
@@ -19,7 +19,7 @@ from torch.nn.utils import parametrize
 BLOCK_SIZE = 32
 EXPONENT_BIAS = 127
 MAX_DECODED_ELEMENTS = 2**25  # numbers that are decoded at a time, which bounds temporary memory
-MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the low three bits
+MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # numbers of the low three bits
 
 
 class Mxfp4Weight(nn.Module):
