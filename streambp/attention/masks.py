@@ -464,8 +464,8 @@ def _note_documents(
     packed = find_packed_sequence_indices(position_ids.expand(batch_size, -1))
     if packed is None:
         return
-    row, before = (packed[:, 1:] != packed[:, :-1]).nonzero()[0].tolist()
-    read = layout.tile(before + 1, before + 2, before, before + 1, device)
+    row, last = (packed[:, 1:] != packed[:, :-1]).nonzero()[0].tolist()
+    read = layout.tile(last + 1, last + 2, last, last + 1, device)
     if not bool(read.expand(batch_size, -1, -1, -1)[row].any()):
         count = sum(map(len, rows_of(batch_size, length, None, packed)))
         mask.document_source = "position_ids", count

@@ -66,8 +66,7 @@ def compare_step(
         ids: [B, T] tokens, also used as labels.
         config: settings of the step.
         chunk_size: tokens of a chunk.
-        snapshot: path for torch's memory snapshot of the step, which pytorch.org/memory_viz shows;
-            CUDA only. None: no snapshot.
+        snapshot: path for torch's memory snapshot of the step (CUDA only); None: no snapshot.
 
     Raises:
         StreamBPError: the model cannot be chunked, or a snapshot was requested without CUDA.

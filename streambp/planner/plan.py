@@ -305,15 +305,13 @@ def plan(
         setting: GPUs, ZeRO stage and optimizer; `Setting()` if None.
         rates: speeds of the GPU, for seconds: a name in `rates.DEVICES`, a file of
             `--measure-device`, or `Rates`.
-        cache: store the model's memory and FLOPs in a file for later plans, and reuse a stored
-            file.
+        cache: store the model's memory and FLOPs in a file, and reuse a stored file.
         said: progress callback; arguments are a text and the finished fraction.
         every_split: predict every kind of sequence sharding, not the setting's alone (for a page).
         lora_targets: names of the Linears that get adapters; empty: all that peft accepts.
         with_liger: plan as if liger-kernel were installed.
         methods: names of the ways to run a step (`Method.name`) to compare; empty: all.
-        encoder_len: positions of each row of an encoder-decoder's encoder; None: the decoder's
-            (`seq_len`), or the number that the configuration fixes.
+        encoder_len: positions of an encoder's rows; None: `seq_len`, or what the config fixes.
 
     Raises:
         StreamBPError: the model or the device is unknown, the model cannot be chunked or sharded

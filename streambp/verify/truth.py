@@ -65,7 +65,7 @@ def copy_to_host(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 def wide_dtype(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of a tensor's copy in the truth, whose dtype is `dtype`: the wider of both
-    dtypes. Integers keep their dtype."""
+    dtypes. Integers keep their dtype. The tensor [...] may have any shape."""
     if tensor.is_floating_point():
         return torch.promote_types(tensor.dtype, dtype)
     return tensor.dtype

@@ -32,7 +32,7 @@ COUNTS = {"None": None, "0": 0, "tensor(0)": torch.tensor(0), "tensor(7)": torch
 UPSTREAMS = ("0", "inf", "nan")
 # the count and the upstream gradient of the rank without labels, or of both ranks
 CELLS = [(count, "1", "own") for count in COUNTS]
-CELLS += [("None", upstream, who) for upstream in UPSTREAMS for who in ("own", "both")]
+CELLS += [("None", upstream, ranks) for upstream in UPSTREAMS for ranks in ("own", "both")]
 CELLS += [("0", "inf", "own")]
 
 

@@ -67,15 +67,15 @@ def run(case):
     row = {}
     for order in ("before", "after"):
         engine = make_engine(case, order)
-        refused = ""
+        error_text = ""
         try:
             result = trained(engine)
         except streambp.StreamBPError as error:
-            refused = str(error)
+            error_text = str(error)
             streambp.unpatch(engine)
             result = trained(engine)
         errors = [distance(ours, theirs) for ours, theirs in zip(result, expected, strict=True)]
-        row[order] = {"refused": refused, "errors": errors}
+        row[order] = {"refused": error_text, "errors": errors}
     parallel = [type(m).__module__ for m in engine.module.modules()]
     row["parallel"] = sum(name.startswith("deepspeed.module_inject") for name in parallel)
     return row

@@ -64,12 +64,12 @@ def apply(case, model):
     return verify(model, seq_len=17, chunk_size=5)
 
 
-def loss_of_tokens(wrapped, given, batch):
+def loss_of_tokens(wrapped, target, batch):
     """Return the mean over labels by `token_log_probs`, called outside of the model's forward, with
-    the head's weight as `given` has it."""
+    the head's weight as `target` has it."""
     inputs = {name: x for name, x in batch.items() if name != "labels"}
     output = wrapped(**inputs, use_cache=False, output_hidden_states=True)
-    weight = next(p for name, p in given.named_parameters() if name.endswith("lm_head.weight"))
+    weight = next(p for name, p in target.named_parameters() if name.endswith("lm_head.weight"))
     labels = batch["labels"][:, 1:]
     scored = token_log_probs(output.hidden_states[-1][:, :-1], weight, labels)
     return -scored.log_probs.sum() / (labels != -100).sum()
@@ -83,7 +83,7 @@ def adapter(case, rank, helped):
 
     class Around(base):
         handle = None
-        refused = False
+        is_refused = False
 
         def wrap(self, model):
             if helped and case["helper"] != "verify":
@@ -95,14 +95,18 @@ def adapter(case, rank, helped):
             return super().wrap(model)
 
         def loss(self, batch):
-            if self.refused or not helped or case["helper"] not in ("describe", "token_log_probs"):
+            if (
+                self.is_refused
+                or not helped
+                or case["helper"] not in ("describe", "token_log_probs")
+            ):
                 return super().loss(batch)
-            given = self.module if case.get("given") == "inner" else self.wrapped
+            target = self.module if case.get("given") == "inner" else self.wrapped
             if case["helper"] == "describe":
-                said = f"{streambp.describe(given)} {streambp.last_step(given)}"
-                assert "Qwen3DecoderLayer" in said
+                description = f"{streambp.describe(target)} {streambp.last_step(target)}"
+                assert "Qwen3DecoderLayer" in description
                 return super().loss(batch)
-            return loss_of_tokens(self.wrapped, given, batch)
+            return loss_of_tokens(self.wrapped, target, batch)
 
     zero = (
         {"stage": STAGES[name], "zero": {"stage3_param_persistence_threshold": 0}}
@@ -155,7 +159,7 @@ def run(case, rank):
         row["in"] = "the first step" if engine is not None else "the call"
         if engine is not None:
             assert distance(engine.weights(), initial) == 0.0
-            engine.refused = True
+            engine.is_refused = True
             if engine.handle is not None:
                 engine.handle.remove()
     if "refused" in row:

@@ -147,13 +147,13 @@ def test_layers_that_speak_to_other_ranks_are_refused():
     names = (*LAYERS, "DTensor, trained", "DTensor, frozen")
     plain, *refusals = refusals_of(["plain", *names])
     assert plain == [["streams"], True]
-    for refused, name in zip(refusals, names, strict=True):
-        check(name, *refused)
+    for refusal, name in zip(refusals, names, strict=True):
+        check(name, *refusal)
 
 
 def check_alone(name, mutant=""):
-    (refused,) = refusals_of([name], mutant)
-    check(name, *refused)
+    (refusal,) = refusals_of([name], mutant)
+    check(name, *refusal)
 
 
 def check(name, message, trains):
