@@ -78,9 +78,9 @@ def prepare(model, path, patched, **settings):
         with_value_head(model)
     if patched:
         trainers = path == "ppo" or path in TRLS_PATHS
-        target = base if trainers else model
+        module = base if trainers else model
         streambp.patch(
-            target, streambp.StreamConfig(**{"chunk_size": 5, **SETTINGS[path], **settings})
+            module, streambp.StreamConfig(**{"chunk_size": 5, **SETTINGS[path], **settings})
         )
     if path == "ppo" and not patched:
         base.forward = types.MethodType(values_of_logits, base)

@@ -20,7 +20,6 @@ from torch.distributed.tensor import DTensor
 
 from streambp.accumulate import GradientSum, add_product
 from streambp.device import has_data
-from streambp.distributed.engines import engine_of_parameter, full_shape
 from streambp.errors import BackwardError, StreamBPError
 from streambp.foreign import torch_own
 from streambp.head.blocks import (
@@ -34,6 +33,7 @@ from streambp.head.blocks import (
     token_blocks,
 )
 from streambp.head.version_check import VersionCheck
+from streambp.known_names import FULL_SHAPE
 from streambp.layer.oom import run_outside_with_retry
 from streambp.layer.recompute import Autocast, Parameters
 from streambp.tensors import check_tensors
@@ -249,8 +249,7 @@ def token_log_probs(
 
     Raises:
         StreamBPError: an argument is no tensor, or its shape or kind does not fit, a label lies
-            outside the vocabulary, a metric is unknown, or an engine has only a shard of the weight
-            on this rank.
+            outside the vocabulary, a metric is unknown, or the weight is an engine's shard.
     """
     unknown = sorted(set(metrics) - set(METRICS))
     if unknown:
@@ -282,8 +281,8 @@ def token_log_probs(
 
 
 def _refuse_shards(**tensors: Any) -> None:
-    """Raise if FSDP2 or ZeRO-3 has only a shard of a parameter on this rank, as outside of the
-    forward of the module that they wrap.
+    """Raise if a parameter is a shard of FSDP2 or ZeRO-3. Outside of the wrapped module's forward,
+    each rank has only its shard.
 
     Args:
         tensors: weight [V, h] and bias [V] of the output projection, by name; None is skipped.
@@ -292,10 +291,14 @@ def _refuse_shards(**tensors: Any) -> None:
         StreamBPError: a tensor is a shard. The message names the engine.
     """
     for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor):
-            continue
-        engine = engine_of_parameter(tensor)
-        if isinstance(tensor, DTensor) or full_shape(tensor) != tensor.shape:
+        engine = None
+        if isinstance(tensor, DTensor):
+            engine = "FSDP2"
+        elif (
+            isinstance(tensor, Tensor) and getattr(tensor, FULL_SHAPE, tensor.shape) != tensor.shape
+        ):
+            engine = "DeepSpeed's ZeRO-3"
+        if engine is not None:
             raise StreamBPError(
                 f"{name} is a parameter of which {engine} has only a shard on this rank. Call "
                 "token_log_probs inside the forward of the module that the engine wraps, where "

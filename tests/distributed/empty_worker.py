@@ -32,7 +32,7 @@ COUNTS = {"None": None, "0": 0, "tensor(0)": torch.tensor(0), "tensor(7)": torch
 UPSTREAMS = ("0", "inf", "nan")
 # the count and the upstream gradient of the rank without labels, or of both ranks
 CELLS = [(count, "1", "own") for count in COUNTS]
-CELLS += [("None", upstream, ranks) for upstream in UPSTREAMS for ranks in ("own", "both")]
+CELLS += [("None", upstream, owner) for upstream in UPSTREAMS for owner in ("own", "both")]
 CELLS += [("0", "inf", "own")]
 
 
@@ -53,13 +53,13 @@ class Step:
     """
 
     def __init__(self, rank, unlabelled, cell):
-        count, upstream, who = cell
+        count, upstream, owner = cell
         self.batch = make_batch("plain", length=17 + 6 * rank, seed=rank)
         self.count = None
         if rank == unlabelled:
             self.batch["labels"].fill_(-100)
             self.count = COUNTS[count]
-        is_scaled = rank == unlabelled or who == "both"
+        is_scaled = rank == unlabelled or owner == "both"
         self.upstream = float(upstream) if is_scaled else 1.0
 
 

@@ -67,15 +67,15 @@ def run(case):
     row = {}
     for order in ("before", "after"):
         engine = make_engine(case, order)
-        error_text = ""
+        refusal = ""
         try:
             result = trained(engine)
         except streambp.StreamBPError as error:
-            error_text = str(error)
+            refusal = str(error)
             streambp.unpatch(engine)
             result = trained(engine)
         errors = [distance(ours, theirs) for ours, theirs in zip(result, expected, strict=True)]
-        row[order] = {"refused": error_text, "errors": errors}
+        row[order] = {"refused": refusal, "errors": errors}
     parallel = [type(m).__module__ for m in engine.module.modules()]
     row["parallel"] = sum(name.startswith("deepspeed.module_inject") for name in parallel)
     return row

@@ -64,12 +64,12 @@ def apply(case, model):
     return verify(model, seq_len=17, chunk_size=5)
 
 
-def loss_of_tokens(wrapped, target, batch):
+def loss_of_tokens(wrapped, model, batch):
     """Return the mean over labels by `token_log_probs`, called outside of the model's forward, with
-    the head's weight as `target` has it."""
+    the head's weight as `model` has it."""
     inputs = {name: x for name, x in batch.items() if name != "labels"}
     output = wrapped(**inputs, use_cache=False, output_hidden_states=True)
-    weight = next(p for name, p in target.named_parameters() if name.endswith("lm_head.weight"))
+    weight = next(p for name, p in model.named_parameters() if name.endswith("lm_head.weight"))
     labels = batch["labels"][:, 1:]
     scored = token_log_probs(output.hidden_states[-1][:, :-1], weight, labels)
     return -scored.log_probs.sum() / (labels != -100).sum()
@@ -103,8 +103,8 @@ def adapter(case, rank, helped):
                 return super().loss(batch)
             target = self.module if case.get("given") == "inner" else self.wrapped
             if case["helper"] == "describe":
-                description = f"{streambp.describe(target)} {streambp.last_step(target)}"
-                assert "Qwen3DecoderLayer" in description
+                sentences = f"{streambp.describe(target)} {streambp.last_step(target)}"
+                assert "Qwen3DecoderLayer" in sentences
                 return super().loss(batch)
             return loss_of_tokens(self.wrapped, target, batch)
 

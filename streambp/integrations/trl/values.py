@@ -51,9 +51,8 @@ def blockwise_values(hidden_states: Tensor, norm: nn.Module | None, head: nn.Mod
 def _with_values(kind: Any) -> Any:
     """Return a subclass of TRL's output class with one more dataclass field, `state_values`.
 
-    FSDP2 and DDP look for tensors with gradients in declared fields alone. Without the field FSDP2
-    does not gather the final norm's weight before the values' backward, and DDP with
-    find_unused_parameters=True takes the value head for unused.
+    Engines read declared fields alone. FSDP2 gathers the final norm's weight before their backward.
+    DDP with find_unused_parameters=True looks for the value head behind them.
     """
     field = ("state_values", Tensor | None, None)
     return dataclasses.make_dataclass(
@@ -109,5 +108,5 @@ class PolicyAndValueHead(FusedHead):
             of_states = value_model(**inputs, use_cache=False).logits.squeeze(-1)  # [B, T]
             wide = of_states.to(torch.promote_types(of_states.dtype, torch.float32))
             state_values = wide[:, : values.log_probs.shape[1]]
-        kind = _with_values(type(result))
-        return kind(**result, state_values=state_values)
+        kind: Any = type(result)
+        return _with_values(kind)(**result, state_values=state_values)
