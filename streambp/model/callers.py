@@ -24,7 +24,7 @@ from typing import Any
 from streambp.errors import StreamBPError
 from streambp.known_names import CPT_FORWARD, PREDICTION, TRAINERS_LOSS
 
-# their own trainers read the loss alone, or request logits
+# Trainers of these libraries request the logits that they read.
 TRAINER_LIBRARIES = ("transformers", "trl", "streambp")
 LOGITS_KEY = "logits"
 LIBRARIES_TESTING_NONE = (
@@ -37,7 +37,7 @@ LIBRARIES_TESTING_NONE = (
     "streambp",
     "contextlib",
 )
-# Modules of libraries that call models, and read the loss alone or request logits.
+# Code of these modules requests the logits that it reads.
 LOSS_READERS = (
     "transformers.trainer",
     "transformers.generation.",
@@ -47,7 +47,7 @@ LOSS_READERS = (
     "streambp.planner.",
     "streambp.verify.",
 )
-MODULE_METHODS = ("forward", "__call__")  # methods that hand on what the model returns
+MODULE_METHODS = ("forward", "__call__")
 MAX_FRAMES = 48  # maximal number of frames between a model's forward and its caller
 
 

@@ -42,9 +42,11 @@ def test_stream_trainers_refuse_them_before_a_step(kind, tmp_path):
     _, ours, data, settings = KINDS[kind]
     trainer = {name: value for name, value in settings.items() if name == "reward_funcs"}
     trainer["peft_config"] = peft.LoraConfig(**TARGETS)
-    others = {name: value for name, value in settings.items() if name not in trainer}
+    arguments = {name: value for name, value in settings.items() if name not in trainer}
     with pytest.raises(ValueError, match="lm_head"):
-        train(*ours, data(), tmp_path, trainer=trainer, max_steps=1, **STREAM_ARGUMENTS, **others)
+        train(
+            *ours, data(), tmp_path, trainer=trainer, max_steps=1, **STREAM_ARGUMENTS, **arguments
+        )
 
 
 def test_the_page_says_what_to_use():

@@ -44,5 +44,5 @@ def test_padding_is_in_the_statistics():
     with torch.no_grad():
         logits = programs.model_of()(**batch).logits
     values = programs.statistics_of(logits)
-    others = programs.statistics_of(logits, batch["attention_mask"])
-    assert all(abs(values[name] - others[name]) > 100 * LOSSES for name in values)
+    statistics = programs.statistics_of(logits, batch["attention_mask"])
+    assert all(abs(values[name] - statistics[name]) > 100 * LOSSES for name in values)

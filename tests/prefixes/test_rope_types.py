@@ -60,10 +60,10 @@ def build(kind, rope):
     }
     if kind == "one":
         return LlamaForCausalLM(LlamaConfig(**SIZES, rope_parameters=parameters)).to(torch.float64)
-    other = {"rope_type": "default", "rope_theta": 1e4}
+    sliding = {"rope_type": "default", "rope_theta": 1e4}
     if kind == "in each kind of layer":
-        other = {**parameters, "factor": 2.0, "rope_theta": 1e3}
-    ropes = {"full_attention": parameters, "sliding_attention": other}
+        sliding = {**parameters, "factor": 2.0, "rope_theta": 1e3}
+    ropes = {"full_attention": parameters, "sliding_attention": sliding}
     types = ["sliding_attention", "full_attention"]
     config = Gemma3TextConfig(**SIZES, sliding_window=8, layer_types=types, rope_parameters=ropes)
     return Gemma3ForCausalLM(config).to(torch.float64)
