@@ -20,7 +20,7 @@ from streambp.attention.self_attending import OwnMask
 from streambp.attention.spans import Spans
 from streambp.chunks import Chunk
 from streambp.device import RandomState
-from streambp.known_names import PICKED_KEYS_ARGUMENT
+from streambp.known_names import PICKED_KEYS_ARGUMENT, QUANT_STATE
 from streambp.layer.call import ChunkOutput, LayerCall
 from streambp.layer.products import TENSOR_TYPES
 from streambp.layer.recompute import Parameters, slots_of
@@ -194,11 +194,13 @@ def _set_mode(module: nn.Module, training: bool) -> None:
 def _plain_modules(layer: nn.Module) -> list[nn.Module]:
     """Return the modules inside a layer whose parameters are all plain floating-point tensors. Test
     runs of the layer set these modules to eval mode. Modules with quantized weights keep their
-    mode, because some repack weights in eval mode."""
+    mode, because some repack weights in eval mode. Under FSDP2 the bytes of a 4-bit weight may look
+    plain (`bnb_4bit_quant_storage`), so a module with a quantization state is left out as well."""
     return [
         module
         for module in layer.modules()
-        if all(
+        if getattr(module, QUANT_STATE, None) is None
+        and all(
             p is None or (type(p) in TENSOR_TYPES and p.is_floating_point())
             for p in module._parameters.values()
         )

@@ -355,7 +355,7 @@ def _eval_mode(module: nn.Module) -> Iterator[None]:
     permanently repacks weights in eval mode."""
     training = []
     for part in module.modules():
-        quantised = False
+        quantised = getattr(part, QUANT_STATE, None) is not None
         for parameter in part._parameters.values():
             if parameter is None:
                 continue
