@@ -111,6 +111,7 @@ MODEL_BUILDERS = {
     "modernbert": modernbert,
     "bart": lambda: BartForConditionalGeneration(BartConfig(**BART)),
     "t5": lambda: T5ForConditionalGeneration(T5Config(**T5)),
+    "t5 1.1": lambda: T5ForConditionalGeneration(T5Config(**T5, feed_forward_proj="gated-gelu")),
 }
 
 
@@ -118,7 +119,7 @@ LORA_TARGETS = {
     "bert": ["query", "value"],
     "modernbert": ["Wqkv", "Wo"],
     "bart": ["q_proj", "v_proj", "fc1"],
-    "t5": ["q", "v", "wo"],
+    "t5 1.1": ["q", "v", "wo"],
 }
 
 

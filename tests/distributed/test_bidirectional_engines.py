@@ -113,7 +113,8 @@ ENGINES = {"ddp": {}, "fsdp": {"engine": "fsdp"}, "deepspeed": ZERO_3}
 DRAWS = 3
 KINDS = {
     "autocast": {"autocast": "bfloat16", "steps": 4},
-    # beside 1e-6 of the unpatched gradients, which are 8e-7 off themselves
+    # Unpatched gradients are 8e-7 off themselves. A ReLU of T5 1.0 whose input is 2e-7 may flip, which
+    # changes gradients by 3e-3: T5 1.1 has none.
     "adapters": {"lora": True, "steps": 8},
 }
 
@@ -137,7 +138,12 @@ def error_ratio(model, kind, engine, draws=DRAWS, **also):
 @pytest.mark.parametrize("engine", list(ENGINES))
 @pytest.mark.parametrize(
     ("model", "kind"),
-    [("bert", "autocast"), ("modernbert", "autocast"), ("bart", "autocast"), ("t5", "adapters")],
+    [
+        ("bert", "autocast"),
+        ("modernbert", "autocast"),
+        ("bart", "autocast"),
+        ("t5 1.1", "adapters"),
+    ],
 )
 def test_the_error_is_the_unpatched_engines(model, kind, engine):
     assert error_ratio(model, kind, engine) <= MAX_HALF_ERROR_RATIO
@@ -149,7 +155,7 @@ def test_the_error_is_the_unpatched_engines(model, kind, engine):
     [
         ("bert", "autocast", "rounded queries"),
         ("bart", "autocast", "a lost chunk"),
-        ("t5", "adapters", "a lost chunk"),
+        ("t5 1.1", "adapters", "a lost chunk"),
     ],
 )
 def test_mutants_of_the_error(model, kind, mutant):
