@@ -127,16 +127,15 @@ def admit(
     strategy: Strategy,
     forks: Forks = (),
 ) -> LayerCall | CallReport:
-    """Return a `LayerCall` that runs a decoder layer's call in chunks of the sequence, or a report
-    with the reason to run all tokens at once. Raise StreamBPError if neither would be exact.
+    """Return a `LayerCall` that runs in chunks of the sequence, or a report with the reason to run
+    all tokens at once. Raise StreamBPError if neither would be exact.
 
     Args:
         layer_state: the decoder layer, with its settings and test results.
         args, kwargs: the arguments of the layer's forward.
         rows: boundaries of the documents in packed rows, read from position_ids; None: none.
         strategy: functions that compute the layer on one rank, or with a sequence split over ranks.
-        forks: pairs (start, origin) of positions in a packed row whose documents share a prefix.
-            Recurrent states at `start` continue from the prefix that ends at `origin`.
+        forks: pairs (start, origin): recurrent states at `start` are a shared prefix's at `origin`.
     """
     snapshot = layer_state.fingerprint.take_snapshot(layer_state.layer)
     layer_state.cached_result(_refuse_inner_fsdp)

@@ -558,7 +558,7 @@ class HostTensors:
         return tensor
 
     def remove(self, name: str, chunk: int) -> None:
-        """Remove the tensor stored under `name` for the chunk with index `chunk` from the storage."""
+        """Remove the tensor stored under `name` for the chunk with index `chunk`."""
         entry = self._entries.pop((name, chunk))
         if entry.budgeted and entry.source is not None:
             self.resident_bytes -= entry.source.nbytes

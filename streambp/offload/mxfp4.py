@@ -3,8 +3,8 @@
 A block is 32 numbers in 16 bytes with one power of two. The first number of a byte is in its low
 four bits. Blocks run along the inputs of a weight. The experts of transformers read a weight [E,
 in, out]. A `Mxfp4Weight` is the parametrization that decodes the weight for them, so a streamed
-layer decodes once for each pass (`layer/packed_experts.py`). Every decoded number is exact in bfloat16,
-and equal to the number that transformers decodes.
+layer decodes once for each pass (`layer/packed_experts.py`). Every decoded number is exact in
+bfloat16, and equal to the number that transformers decodes.
 """
 
 from __future__ import annotations
