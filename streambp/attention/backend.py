@@ -225,11 +225,12 @@ class Backend:
 
 
 def _depth(blocks: tuple[Block, ...]) -> tuple[int, int]:
-    """Return two numbers about a chunk's blocks, rectangles of queries and keys. The first is the
-    largest number of blocks that contain the same query. The second is the number of queries, over
-    all rows, that are in some block. Both decide how the outputs of blocks are merged.
+    """Return two numbers about a chunk's blocks. A block is a rectangle of queries and keys in some
+    rows of the batch. The first number is the largest number of blocks that contain the same query.
+    The second is the number of queries, over all rows of the batch, that are in some block. Both
+    decide how the outputs of blocks are merged.
 
-    The queries of each group of rows are counted separately, because blocks of different groups
+    Queries are counted separately for each range of batch rows, because blocks of different rows
     never have a query in common.
     """
     depth = covered = 0

@@ -485,8 +485,8 @@ def route_attention(configs: list[PreTrainedConfig]) -> Iterator[None]:
 def use_implementations(
     configs: list[PreTrainedConfig], implementations: list[str]
 ) -> Iterator[None]:
-    """Context manager inside of `route_attention`: models with these configs use other attention
-    implementations in this thread.
+    """Context manager in which models with these configs use other attention implementations, in
+    this thread only. Enter it in the context of `route_attention`, which sends attention to us.
 
     Args:
         configs: the configs.

@@ -104,9 +104,10 @@ class IndexerTensors:
     """Tensors of a layer's indexers, the modules that pick keys for sparse attention. [Note: indexers]
 
     Attributes:
-        keys: keys [B, T, D] of each indexer, by its number, in forward.
-        chunk_picks: positions of keys [B, C, k] that each indexer picked for the chunk that was
-            computed last.
+        keys: dict from an indexer's index, in the order of the layer's modules, to its keys
+            [B, T, D]. Filled in forward, and read again by backward.
+        chunk_picks: list with the positions of keys [B, C, k] that each indexer picked for the
+            chunk that was computed last, in the same order.
     """
 
     keys: dict[int, Tensor] = dataclasses.field(default_factory=dict)

@@ -113,8 +113,9 @@ class OwnMask:
 
 
 def own_mask(mask: Any, length: int, by_sdpa: bool = False) -> OwnMask | str:
-    """Return the `OwnMask` of a layer with this attention mask, or the reason why the layer cannot
-    be chunked with the mask. A mask without data (on the meta device) counts as causal.
+    """Return the mask of a layer that computes attention scores in its own code (`OwnMask`), or the
+    reason why such a layer cannot be chunked with this attention mask. A mask without data (on the
+    meta device) counts as causal.
 
     Args:
         mask: the layer's attention_mask.

@@ -439,8 +439,9 @@ def _multiply_left(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _sum_products(a: Tensor, b: Tensor) -> Tensor:
-    """Return the sum of a [..., m, tokens] @ b [..., tokens, n] over the leading dimensions. This
-    is a factor's gradient (`ProductRule.gather`) if tokens have more dimensions than the weight."""
+    """Return the sum [m, n] of a [..., m, tokens] @ b [..., tokens, n] over the leading dimensions.
+    `ProductRule.gather` of products of a 2-D weight: the gradient of a LoRA factor, if the input
+    has leading dimensions that the weight has not."""
     return a.mT.flatten(0, -2).mT @ b.flatten(0, -2)
 
 

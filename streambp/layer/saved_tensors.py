@@ -257,8 +257,8 @@ class SavedForBackward:
 
     def drop_saves(self, is_running: bool) -> bool:
         """Free every saved tensor on the device that backward can recompute, because memory is
-        short. The rest of this call saves no more tensors under the freed names in `saves`. Return
-        True if memory may have been freed.
+        short. Return True if memory may have been freed. Later chunks of the layer's current call
+        save no tensors with these names: the names are removed from the attribute `saves`.
 
         Args:
             is_running: True if this layer is running, so that the buffers of keys and values must
@@ -355,8 +355,9 @@ class SavedForBackward:
         return None if predecessor is None else self.plan.successors[predecessor][0]
 
     def states(self) -> States:
-        """Return the saved recurrent states from which the current chunk of backward starts, read
-        from `brought`; {} if the chunk starts without states."""
+        """Return the saved recurrent states from which the current chunk of backward starts. The
+        states were copied back from the host if they had moved there. {} if the chunk starts
+        without states."""
         states = (
             self.brought.get(f"state.{number}") for number in range(len(self._names.state_keys))
         )

@@ -112,8 +112,8 @@ class LazyLogits(LazyTensor):
         successor: the lazy logits with the result of the last in-place operation on this tensor;
             None: there was none, or its result is a complete tensor.
         graph_node: the autograd node that `make` created.
-        follows_engine: True if `follow_engine_node` has made backward run an engine's autograd
-            node.
+        follows_engine: True if `follow_engine_node` has made backward run the autograd node that
+            DDP or ZeRO-3 has inserted after the model's logits.
     """
 
     config_hint = "StreamConfig(lazy_logits=False)"

@@ -140,8 +140,9 @@ class CompiledRegion:
         self._streambp_region = self.compiled = compiled
 
     def __call__(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        """Return the result of the forward of the module's class, computed with the compiled part
-        if possible."""
+        """Return the result of the forward of the module's class, computed by the compiled function.
+        Calls that this function does not support, for example with keyword arguments, run the
+        forward of the class itself."""
         result = NotImplemented if kwargs else self.run(self.compiled, module, *args)
         return type(module).forward(module, *args, **kwargs) if result is NotImplemented else result
 

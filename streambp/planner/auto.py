@@ -111,7 +111,7 @@ class StepNeed(MemoryNeed):
 
         Args:
             device: the device.
-            costs: dict from a layer's index to the layer's device, and the bytes that it may save.
+            costs: dict from a layer's index to its device and the bytes of its saved tensors.
         """
         if self.layout is None:
             return self

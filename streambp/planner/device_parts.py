@@ -183,7 +183,7 @@ def device_part(
     Args:
         device: the device.
         layout: devices of the model's head and embedding, and bytes of gradients.
-        costs: dict from a layer's index to the layer's device, and the bytes that it may save.
+        costs: dict from a layer's index to its device and the bytes of its saved tensors.
         factor: number by which the step's bytes are multiplied for autocast; 1 without autocast.
         names: names of the tensors that all layers save in the step, as in `StreamConfig.saves`.
     """

@@ -413,12 +413,13 @@ class SharedPrefixes:
         return reason
 
     def decline_sharing(self, kwargs: Mapping[str, Any]) -> None:
-        """Tell all ranks that this rank uses no packed row in this call, for example because the
-        call runs unpatched. Other ranks may wait for this message, because all ranks exchange such
-        messages before each call (`_agree`). Does nothing if ranks share no parameters.
+        """Tell all ranks that this rank does not merge its rows into a packed row, for example
+        because the call runs unpatched. A packed row has the shared prefix of rows once. Other
+        ranks may wait for this message, because all ranks exchange such messages before each call
+        (`_agree`). Does nothing if ranks share no parameters.
 
         Args:
-            kwargs: the backbone's arguments.
+            kwargs: the backbone's arguments, whose names and kinds of values are exchanged.
         """
         if ranks_must_agree(self.module):
             self._agree(kwargs, may_try=False)

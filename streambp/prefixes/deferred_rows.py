@@ -43,7 +43,8 @@ class ModelSnapshot:
 
     @classmethod
     def capture(cls, module: nn.Module) -> ModelSnapshot:
-        """Return a snapshot of the module's current state."""
+        """Return a snapshot of the module. The snapshot refers to the module's parameters and
+        buffers, and copies no values."""
         tensors = [*module.parameters(), *module.buffers()]
         versions = []
         for x in tensors:

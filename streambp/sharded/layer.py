@@ -352,8 +352,9 @@ def _collect(
 
 
 def _store_attention_settings(call: ShardedCall, chunk_attention: SplitAtAttention) -> None:
-    """Store the settings of a layer's attention call in `call`: the kernels and sizes from the
-    first chunk, and the attention sinks and T5's bias from every chunk.
+    """Store the settings of one chunk's attention call in `call`. Called for each chunk. The first
+    chunk sets the kernels, the numbers of heads and their dimensions, which are the same in all
+    chunks. The attention sinks and T5's bias are replaced by those of the current chunk.
 
     Args:
         call: the call of the layer.

@@ -735,7 +735,7 @@ def _find_notes(
     Args:
         verification: the verdict.
         undecided: number of differing expert choices in each such batch. [Note: choices]
-        padded: True if the row has left padding.
+        padded: True if the batch's row has left padding, which gets a note of its own.
         untouched: trainable parameters without a gradient.
     """
     notes = []
