@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from streambp.errors import StreamBPError
+from streambp.known_names import LOCAL_SHARD
 
 DtypeKind = Literal["floating", "whole", "any"]
 KIND_TEXTS = {
@@ -251,7 +252,9 @@ def change_arguments(
 
 def inner_bytes(tensor: Tensor) -> int | None:
     """Return the bytes of the inner tensors of a tensor subclass [...], such as torchao's quantised
-    weight; None for a plain tensor."""
+    weight; None for a plain tensor. For a DTensor, the inner tensors of its shard count."""
+    if hasattr(tensor, LOCAL_SHARD):
+        return inner_bytes(getattr(tensor, LOCAL_SHARD))
     flatten = getattr(tensor, FLATTEN_METHOD, None)
     if flatten is None:
         return None

@@ -12,7 +12,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from streambp.distributed.engines import is_partitioned
 from streambp.foreign import package_of
-from streambp.known_names import BITSANDBYTES, FLOAT8_LINEAR, QUANT_STATE, TORCHAO
+from streambp.known_names import BITSANDBYTES, FLOAT8_LINEAR, LOCAL_SHARD, QUANT_STATE, TORCHAO
 from streambp.layer.float8_linears import is_float8
 from streambp.layer.packed_experts import packed_kinds
 from streambp.offload.decoded_weights import has_packed_weight
@@ -71,15 +71,17 @@ def _four_bits(state: Any) -> str:
 
 def _format_of_linear(linear: nn.Linear) -> str:
     """Return text on the format of a Linear's weight; "" for a weight that is not in few bits."""
-    weight = linear.weight
+    weight: Any = linear.weight
     if is_float8(linear):
         return f"that train in float8 ({TORCHAO} {FLOAT8_LINEAR})"
-    if has_packed_weight(linear) or hasattr(weight, QUANT_STATE):
-        return "in " + _four_bits(getattr(weight, QUANT_STATE, None))
+    state = getattr(weight, QUANT_STATE, None) or getattr(linear, QUANT_STATE, None)
+    if has_packed_weight(linear) or state is not None:
+        return "in " + _four_bits(state)
+    weight = getattr(weight, LOCAL_SHARD, weight)
     kind = type(weight)
     if kind.__name__ == EIGHT_BIT_PARAMETER:
         return f"in 8 bits ({BITSANDBYTES} int8)"
-    if inner_bytes(weight) is None or is_partitioned(weight):
+    if is_partitioned(weight) or inner_bytes(weight) is None:
         return _bytes_text(weight)
     names = getattr(weight, FLATTEN_METHOD)()[0]
     largest = max(getattr(weight, name).nbytes for name in names)  # the others are scales

@@ -417,12 +417,26 @@ def test_bf16_is_as_precise_as_the_unpatched_engine(engine, case):
             assert 1e-3 < ours <= MAX_HALF_ERROR_RATIO * stock
 
 
+FEW_BITS_IN_BF16 = {
+    "adapted experts": {"model": "mixtral", "lora": "experts"},
+    "4-bit experts": {"model": "mixtral", "lora": True, "packed": True},
+    "adapted 4-bit experts": {"model": "mixtral", "lora": "experts", "packed": True},
+    "4-bit Linears": {"lora": True, "few_bits": "bfloat16"},
+}
+
+
 @pytest.mark.full
-def test_4_bit_experts_in_bf16():
-    """As precise as unpatched FSDP2, beside float32 with the decoded weights. A token's number
+@pytest.mark.parametrize("name", FEW_BITS_IN_BF16)
+@pytest.mark.parametrize("engine", ["fsdp", "deepspeed"])
+def test_few_bits_in_bf16(engine, name):
+    """As precise as the unpatched engine, beside float32 with the decoded weights. A token's number
     chooses its experts."""
-    case = {"model": "mixtral", "lora": True, "packed": True, "dtype": "bfloat16"}
-    [row] = run("fsdp", [{**case, "steps": 8, "longer": 2, "patched": ["before"]}])
+    if "few_bits" in FEW_BITS_IN_BF16[name]:
+        pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    setting = {"stage": 3, "zero": NOTHING_CACHED} if engine == "deepspeed" else {}
+    steps = 16 if "few_bits" in FEW_BITS_IN_BF16[name] else 8  # few tokens a step
+    draws = {"steps": steps, "longer": 2, "dtype": "bfloat16", "patched": ["before"]}
+    [row] = run(engine, [{**setting, **FEW_BITS_IN_BF16[name], **draws}])
     stock = row["unpatched"]["single process"]["gradients"]
     ours = row["before"]["single process"]["gradients"]
     print(f"error {ours:.3e}, unpatched {stock:.3e}, ratio {ours / stock:.3f}")
