@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from streambp.known_names import FULL_SHAPE
+
 BUFFER_TYPES = (bytearray, memoryview, ctypes.Array, ctypes.Structure, ctypes._SimpleCData)
 MEMORY_FILE_TYPES = (io.BytesIO, io.StringIO)  # files in memory
 ARRAY_TYPES = (
@@ -139,6 +141,8 @@ def changed_values(snapshots: Iterable[SavedValues]) -> list[SavedValues]:
     with _disable_current_modes(), torch.no_grad():
         for values in snapshots:
             holder, saved = values.holder, values.copy
+            if _is_released(holder):
+                continue
             if isinstance(holder, ARRAY_TYPES):
                 entries += [values] if content_of(holder) != content_of(saved) else []
             elif (
@@ -189,6 +193,16 @@ def copy_memory(value: Any, limit: int) -> Any:
     return bytes(view.cast("B"))
 
 
+def _is_released(holder: Any) -> bool:
+    """True if `holder` is a parameter whose values ZeRO-3 has freed on this rank until a forward
+    gathers them. Its data has no elements then, also while a gather is pending.
+
+    A snapshot neither copies nor restores such data: a test may gather the parameter, and the empty
+    data would replace the gathered values.
+    """
+    return isinstance(holder, Tensor) and getattr(holder, FULL_SHAPE, holder.shape) != holder.shape
+
+
 def can_be_copied(tensor: Tensor) -> bool:
     """True if a tensor [...] has values that a copy can restore: plain, strided and with memory of
     its own for each element. The snapshot before a layer's test run leaves other tensors out."""
@@ -197,7 +211,7 @@ def can_be_copied(tensor: Tensor) -> bool:
         and tensor.layout == torch.strided
         and not tensor.is_quantized
     )
-    if not plain or tensor.is_meta:
+    if not plain or tensor.is_meta or _is_released(tensor):
         return False
     if tensor.numel() and not tensor.untyped_storage().nbytes():  # freed by an engine
         return False

@@ -6,7 +6,8 @@ A case is a dictionary (it travels as JSON). The engine's: "stage", "accumulatio
 trained copy of the head, beside "lora"), "router", "experts", "packed", "zero_init", "dtype",
 "autocast" (the engine's forward is under this dtype's autocast), "fixed" (weights do not change).
 "stream" is the StreamConfig; "one_chunk_on" is a rank whose sequences are not cut, "padded_on" the
-only rank whose rows are padded, "unlabelled_on" a rank that has no labels in every second batch.
+only rank whose rows are padded, "padded_from" the first micro-batch with padding, "unlabelled_on" a
+rank that has no labels in every second batch.
 "eval" and "resume" are what happens between steps; with "logits" the loss is computed from lazy
 logits.
 """

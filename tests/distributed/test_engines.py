@@ -102,7 +102,7 @@ SINGLE_CASES = {
         *[{"one_chunk_on": 0, "options": {option: True}} for option in ("static_graph", "find_unused_parameters")],
     ],
     "fsdp": [
-        {"logits": True}, *RESUME_CASES, *PARTIAL_CASES, {"offload": True, "resume": "patched"},
+        {"logits": True}, {"padded_from": 2}, *RESUME_CASES, *PARTIAL_CASES, {"offload": True, "resume": "patched"},
         {"offload": True, "stream": STREAM}],
     "deepspeed": [
         *[{"stage": 1, **case} for case in (*RESUME_CASES, *PARTIAL_CASES)],
@@ -115,6 +115,7 @@ SINGLE_CASES = {
         {"stage": 3, "zero": NOTHING_CACHED, "padded_on": 1, "unlabelled_on": 1, "logits": True},
         {"stage": 2, "zero": {"offload_optimizer": CPU}, "stream": STREAM},
         {"stage": 3, "zero": {**NOTHING_CACHED, "offload_optimizer": CPU, "offload_param": CPU}, "stream": STREAM},
+        {"stage": 3, "zero": {"stage3_param_persistence_threshold": 0}, "padded_from": 2},
     ],
 }  # fmt: skip
 RECURRENT_CASES = {

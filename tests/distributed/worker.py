@@ -46,6 +46,8 @@ def batches(rank, case):
             mode = "left-padded"
             if "padded_on" in case:
                 mode = "right-padded" if case["padded_on"] == rank else "plain"
+            if index < case.get("padded_from", 0):
+                mode = "plain"
             batch = make_batch(mode, length=length, seed=10 * index + rank)
             if case.get("unlabelled_on") == rank and index % 2 == 0:
                 batch["labels"].fill_(-100)
