@@ -255,7 +255,7 @@ def _notes(
         arguments: the parsed options of `streambp plan`.
         base_plan: the plan that is printed.
         training: the kind of training (LoRA, bits) of the plan.
-        counted: `streambp.plan` with the arguments of this command line already bound. A call with
+        counted: `streambp.planner.plan` with the arguments of this command line bound. A call with
             `lora`, `bits` and so on returns the plan for another kind of training.
     """
     lines = [arguments.from_text] if arguments.from_text else []
@@ -310,7 +310,7 @@ def _print_alternatives(
         arguments: the parsed options of `streambp plan`.
         base_plan: the plan for these options.
         training: the kind of training (LoRA, bits) of this plan.
-        counted: `streambp.plan` with the arguments of this command line already bound. A call with
+        counted: `streambp.planner.plan` with the arguments of this command line bound. A call with
             `lora` and `bits` returns the plan for another kind of training.
     """
 
@@ -408,7 +408,7 @@ def _write_page(
         arguments: the parsed options of `streambp plan`.
         base_plan: the plan that the page shows at first.
         training: the kind of training (LoRA, bits) of this plan.
-        counted: `streambp.plan` with the arguments of this command line already bound. A call with
+        counted: `streambp.planner.plan` with the arguments of this command line bound. A call with
             `lora`, `bits` and so on returns the plan for another kind of training.
     """
     name = _shown_name(arguments.model)
