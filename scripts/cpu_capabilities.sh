@@ -4,8 +4,7 @@
 #
 #   sh scripts/cpu_capabilities.sh              the fast tier, about a minute a capability
 #   sh scripts/cpu_capabilities.sh -m "" -n 2   each operation that takes memory at one chunk of 23
-#                                               tokens, and a part of them at chunks of 5, 23 and 45;
-#                                               about ten minutes a capability on two cores
+#                                               tokens, and a part of them at chunks of 5, 23 and 45
 set -eu
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python}

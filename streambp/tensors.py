@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from streambp.errors import StreamBPError
-from streambp.known_names import LOCAL_SHARD
+from streambp.known_names import FULL_SHAPE, LOCAL_SHARD
 
 DtypeKind = Literal["floating", "whole", "any"]
 KIND_TEXTS = {
@@ -266,3 +266,10 @@ def inner_bytes(tensor: Tensor) -> int | None:
             nested = inner.nbytes
         total += nested
     return total
+
+
+def full_shape(parameter: Tensor) -> torch.Size:
+    """Return a parameter's full shape, such as [V, h]. Between gathers, ZeRO-3 replaces the
+    parameter's data by a tensor of 0 elements."""
+    shape: torch.Size = getattr(parameter, FULL_SHAPE, parameter.shape)
+    return shape

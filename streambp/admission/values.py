@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from streambp.known_names import FULL_SHAPE
+from streambp.tensors import full_shape
 
 BUFFER_TYPES = (bytearray, memoryview, ctypes.Array, ctypes.Structure, ctypes._SimpleCData)
 MEMORY_FILE_TYPES = (io.BytesIO, io.StringIO)  # files in memory
@@ -200,7 +200,7 @@ def _is_released(holder: Any) -> bool:
     A snapshot neither copies nor restores such data: a test may gather the parameter, and the empty
     data would replace the gathered values.
     """
-    return isinstance(holder, Tensor) and getattr(holder, FULL_SHAPE, holder.shape) != holder.shape
+    return isinstance(holder, Tensor) and full_shape(holder) != holder.shape
 
 
 def can_be_copied(tensor: Tensor) -> bool:

@@ -56,7 +56,6 @@ from streambp.known_names import (
     FLAT_PARAMETER,
     FSDP_GATHERS,
     FSDP_GROUPS,
-    FULL_SHAPE,
     GRADIENT_HOOKED,
     LOCAL_SHARD,
     MASK_DROPPING_HOOKS,
@@ -66,19 +65,13 @@ from streambp.known_names import (
     Z3_LEAF,
     ZERO_GROUP,
 )
+from streambp.tensors import full_shape
 
 
 def is_partitioned(parameter: Tensor) -> bool:
     """True if DeepSpeed's ZeRO-3 partitions this parameter [...] over ranks, also while the
     parameter is gathered."""
     return hasattr(parameter, PARTITION_ID)
-
-
-def full_shape(parameter: Tensor) -> torch.Size:
-    """Return a parameter's full shape, such as [V, h]. Between gathers, ZeRO-3 replaces the
-    parameter's data by a tensor of 0 elements."""
-    shape: torch.Size = getattr(parameter, FULL_SHAPE, parameter.shape)
-    return shape
 
 
 def full_bytes(parameter: Tensor) -> int:

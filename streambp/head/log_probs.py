@@ -33,10 +33,9 @@ from streambp.head.blocks import (
     token_blocks,
 )
 from streambp.head.version_check import VersionCheck
-from streambp.known_names import FULL_SHAPE
 from streambp.layer.oom import run_outside_with_retry
 from streambp.layer.recompute import Autocast, Parameters
-from streambp.tensors import check_tensors
+from streambp.tensors import check_tensors, full_shape
 
 
 def check_labels(labels: Tensor, vocabulary: int, ignore_index: int | None) -> None:
@@ -294,9 +293,7 @@ def _refuse_shards(**tensors: Any) -> None:
         engine = None
         if isinstance(tensor, DTensor):
             engine = "FSDP2"
-        elif (
-            isinstance(tensor, Tensor) and getattr(tensor, FULL_SHAPE, tensor.shape) != tensor.shape
-        ):
+        elif isinstance(tensor, Tensor) and full_shape(tensor) != tensor.shape:
             engine = "DeepSpeed's ZeRO-3"
         if engine is not None:
             raise StreamBPError(

@@ -24,7 +24,6 @@ from streambp.distributed.engines import (
     contents_of,
     engine_ownership,
     full_bytes,
-    full_shape,
     gradient_bytes,
 )
 from streambp.distributed.host import engine_host_use
@@ -46,6 +45,7 @@ from streambp.planner.skeleton import Skeleton
 from streambp.planner.step import EMBEDDING_BACKWARD
 from streambp.planner.survey import SurveyRecipe, survey
 from streambp.rates import DEFAULT_DEVICE, DEVICES, Rates, rates_by_name
+from streambp.tensors import full_shape
 
 Model = TypeVar("Model", bound=nn.Module)
 T = TypeVar("T")

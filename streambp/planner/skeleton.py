@@ -34,7 +34,7 @@ from streambp.admission.stacks import (
     states_argument,
 )
 from streambp.device import RandomState
-from streambp.distributed.engines import drops_masks, full_shape, is_partitioned
+from streambp.distributed.engines import drops_masks, is_partitioned
 from streambp.errors import ConfigError, StreamBPError
 from streambp.instance_forward import InstanceForward, forwards, is_fsdp_unit
 from streambp.known_names import (
@@ -78,7 +78,7 @@ from streambp.planner.packed_weights import (
     statistics_of,
 )
 from streambp.planner.step import fused_sdpa
-from streambp.tensors import inner_bytes, replace_attribute
+from streambp.tensors import full_shape, inner_bytes, replace_attribute
 
 Device = Literal["cuda", "cpu"]
 INNER_LAYERS = 2

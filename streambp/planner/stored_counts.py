@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from streambp.config import StreamConfig
-from streambp.distributed.engines import differentiable_input, full_shape, is_partitioned
+from streambp.distributed.engines import differentiable_input, is_partitioned
 from streambp.instance_forward import (
     PATCH_ATTRIBUTE,
     REDUCE_METHOD,
@@ -56,6 +56,7 @@ from streambp.offload.costs import LayerCost
 from streambp.planner.layer_costs import costs_as_json, costs_from_json
 from streambp.planner.profile import Method, method_as_json, method_from_json
 from streambp.planner.profile_cache import code_in_use, folder, read_file, write_file
+from streambp.tensors import full_shape
 
 MAX_DEPTH = 4  # levels of containers and configurations inside an attribute
 MAX_FILES = 256  # files in the folder; older ones are deleted

@@ -12,6 +12,7 @@ from transformers import (
     AlignTextConfig,
     AlignTextModel,
     BertConfig,
+    BertModel,
     ClapTextConfig,
     ClapTextModel,
     LayoutLMConfig,
@@ -62,3 +63,25 @@ def test_a_decoder_deeper_than_its_encoder_is_named():
     tower_stacks = stacks.find_stacks(model, towers=True)
     assert [type(stack.backbone).__name__ for stack in tower_stacks.stacks] == ["ViTModel"]
     assert any(reason.startswith("BertModel: ") for reason in tower_stacks.left_alone)
+
+
+class OlderModel(BertModel):
+    """A model as of transformers before 5.23, whose mask is causal in a decoder alone."""
+
+    __module__ = "transformers.models.older"  # names of variables count in transformers alone
+
+    def forward(self, input_ids, attention_mask):
+        extended_attention_mask = self.get_extended_attention_mask(attention_mask, input_ids.shape)
+        return -extended_attention_mask
+
+
+@pytest.mark.parametrize(("is_decoder", "streams"), [(True, True), (False, False)])
+def test_a_mask_that_is_causal_in_a_decoder_alone(is_decoder, streams):
+    model = OlderModel(BertConfig(**SIZES, vocab_size=99, is_decoder=is_decoder))
+    assert (stacks._why_mask_differs(model, ()) is None) == streams
+
+
+def test_the_mutant_that_knows_no_such_mask(monkeypatch):
+    monkeypatch.setattr(stacks, "EITHER_MASK", "")
+    with pytest.raises(AssertionError):
+        test_a_mask_that_is_causal_in_a_decoder_alone(True, True)

@@ -22,7 +22,6 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from trl import GRPOConfig, GRPOTrainer
 
-from streambp.distributed.engines import full_shape
 from streambp.errors import ConfigError, StreamBPError
 from streambp.integrations.trl.settings import StreamArguments
 from streambp.integrations.trl.trainer import StreamedTrainer
@@ -31,6 +30,7 @@ from streambp.known_names import GRPO_ONLY_SETTINGS
 from streambp.losses.masked import masked_mean
 from streambp.losses.ppo import gae, ppo_loss, whiten
 from streambp.planner.auto import patch
+from streambp.tensors import full_shape
 
 VALUE_FILE = "value.safetensors"
 
